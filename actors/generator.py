@@ -1,0 +1,68 @@
+"""A rollout generator: one vLLM engine in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge import weights
+from forge.actors.base import ForgeActor
+from forge.config import GrpoConfig
+from forge.engine_vllm import EngineThread, VllmEngine
+from forge.mesh import concurrent_endpoint
+from forge.types import Completion, Manifest, SamplingRequest
+
+
+class Generator(ForgeActor):
+    """Samples completions and takes new weights while it does.
+
+    Args:
+        config: the run's configuration.
+        folder: model folder; its weights are version 0.
+        store: name of the weight store.
+        replica: number of this generator.
+    """
+
+    def __init__(self, config: GrpoConfig, folder: Path, store: str, replica: int) -> None:
+        self.config, self.folder, self.store, self.replica = config, folder, store, replica
+        self.thread = EngineThread(lambda: VllmEngine(config, folder, replica), swap=config.async_.swap)
+        self.engine: VllmEngine | None = None
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        self.engine = await self.thread.start()
+
+    @concurrent_endpoint
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """Sample one completion for each request."""
+        return await self.thread.generate(requests)
+
+    @concurrent_endpoint
+    async def pull(self, manifest: Manifest) -> dict[str, float]:
+        """Fetch a version and swap it in; the old one stays live if anything does not fit.
+
+        Returns:
+            seconds spent: "fetch", and "swap" (the engine standing still).
+        """
+        assert self.engine is not None
+        self.engine.check(manifest)
+        start = time.perf_counter()
+        tensors = await weights.get(self.store, manifest)
+        fetched = time.perf_counter()
+        swap = await self.thread.load(manifest, tensors)
+        return {"fetch": fetched - start, "swap": swap}
+
+    @concurrent_endpoint
+    async def statistics(self) -> dict[str, float]:
+        """Counts since start: sampled tokens, seconds the engine was stepping, live version."""
+        assert self.engine is not None
+        return {
+            "tokens": float(self.engine.sampled_tokens),
+            "busy_seconds": self.thread.busy_seconds,
+            "version": float(self.engine.version),
+        }
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        self.thread.close()

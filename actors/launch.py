@@ -1,0 +1,451 @@
+"""Spawns the cast, wires it to the loop, and closes all of it again. The only module that knows every actor.
+
+    async with launch(config, reward=Short()) as run:
+        async for step in run.train():
+            print(step.version, step.metrics["reward/mean"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forge import checkpoint, weights
+from forge.actors.base import ForgeActor
+from forge.actors.generator import Generator
+from forge.actors.reference import Reference
+from forge.actors.reward import RewardActor
+from forge.actors.trainer import Trainer
+from forge.config import GrpoConfig, to_yaml
+from forge.data import Dataset, Rows, build_dataset, load_rows
+from forge.engine_vllm import prepare_environment
+from forge.errors import ConfigError, DataError, ForgeError, PartFailed
+from forge.fetch import fetch
+from forge.loop import GrpoLoop, evaluate
+from forge.mesh import Part, spawn, watch_faults
+from forge.model_folder import check_model_folder
+from forge.reward import Reward, build_reward, gold_problem
+from forge.runfolder import RunFolder
+from forge.service import GeneratorPool
+from forge.tracker import open_trackers
+from forge.types import Completion, Episode, Group, Manifest, SamplingRequest, StepResult, StepStats, TensorSpec
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 3.0
+"""How long parts may take to close before their processes are stopped."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Evaluation:
+    """Greedy accuracy on the held-out rows."""
+
+    version: int
+    """Weights it was measured on."""
+    mean_reward: float
+    """Mean reward over scored episodes; with a 0/1 reward, the accuracy."""
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One generator as the pool sees it."""
+
+    part: Part
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        return await self.part.call_one("generate", requests)  # type: ignore[no-any-return]
+
+    async def pull(self, manifest: Manifest) -> dict[str, float]:
+        return await self.part.call_one("pull", manifest)  # type: ignore[no-any-return]
+
+    async def statistics(self) -> dict[str, float]:
+        return await self.part.call_one("statistics")  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class _Learner:
+    """The trainer's ranks and the weight store as the loop sees them."""
+
+    part: Part
+    store: weights.WeightStore
+    specs: dict[str, TensorSpec]
+
+    async def step(self, groups: Sequence[Group]) -> StepStats:
+        return (await self.part.call("step", list(groups)))[0]  # type: ignore[no-any-return]
+
+    async def stage(self, version: int) -> Manifest:
+        counts = await self.part.call("stage")
+        return weights.manifest(
+            self.specs, version=version, changed=sum(c for c, _ in counts), total=sum(t for _, t in counts)
+        )
+
+    async def publish(self, manifest: Manifest) -> None:
+        await self.part.call("publish", manifest.version)
+        self.store.committed(manifest)
+
+    async def free_before(self, version: int) -> None:
+        await self.store.free_before(version)
+
+
+@dataclass(slots=True)
+class _Remote:
+    """An actor of one process with one list-to-list endpoint, as a scorer or a reference."""
+
+    part: Part
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+        return await self.part.call_one("score", list(episodes))  # type: ignore[no-any-return]
+
+    async def annotate(self, episodes: Sequence[Episode]) -> list[Episode]:
+        return await self.part.call_one("annotate", list(episodes))  # type: ignore[no-any-return]
+
+
+class Run:
+    """A job whose parts are up. Made by `launch`."""
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        *,
+        folder: RunFolder,
+        dataset: Dataset,
+        parts: list[Part],
+        trainer: Part,
+        pool: GeneratorPool,
+        scorer: _Remote,
+        loop: GrpoLoop,
+        started: float,
+    ) -> None:
+        self.config, self.folder, self.dataset = config, folder, dataset
+        self.version = loop.step
+        self._parts, self._trainer, self._pool, self._scorer, self._loop = parts, trainer, pool, scorer, loop
+        self._started = started
+        self._first_step_s: float | None = None
+        self._rows: list[dict[str, float]] = []
+        self._evaluations: list[Evaluation] = []
+        self._checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
+        self._trackers = open_trackers(
+            folder.path,
+            tensorboard=config.tracker.tensorboard,
+            wandb=config.tracker.wandb,
+            project=config.tracker.wandb_project,
+            after_step=loop.step,
+        )
+        loop.on_batch = self._record_batch
+
+    async def train(self) -> AsyncIterator[StepResult]:
+        """Train to `config.steps`, yielding after each step; metrics, rollouts and checkpoints are written on the way.
+
+        Raises:
+            PartFailed: a part of the run failed; it is named.
+        """
+        async with contextlib.aclosing(self._loop.train()) as steps:
+            async for step in steps:
+                if self._first_step_s is None:
+                    self._first_step_s = time.monotonic() - self._started
+                self.version = step.version
+                every = self.config.eval.every
+                metrics = dict(step.metrics)
+                if every and step.step % every == 0 and step.step < self.config.steps:
+                    metrics["eval/mean_reward"] = (await self.evaluate()).mean_reward
+                self._rows.append(metrics)
+                self.folder.append_metrics({"step": step.step, **metrics})
+                self._trackers.log(step.step, metrics)
+                if self.config.checkpoint.every and step.step % self.config.checkpoint.every == 0:
+                    await self.save_checkpoint()
+                yield replace(step, metrics=metrics)
+
+    def _record_batch(self, batch: list[Group], version: int) -> None:
+        self.folder.append_rollouts(batch, version=version, mask_truncated=self.config.algo.mask_truncated)
+
+    async def evaluate(self) -> Evaluation | None:
+        """Greedy completions of the held-out rows on the live weights, scored. None without held-out rows."""
+        if not self.dataset.heldout:
+            return None
+        episodes = await evaluate(
+            self.dataset.heldout,
+            generate=self._pool.spread,
+            scorer=self._scorer,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+        )
+        scored = [e.reward for e in episodes if e.reward is not None]
+        result = Evaluation(
+            version=self.version,
+            mean_reward=sum(scored) / len(scored) if scored else 0.0,
+            episodes=tuple(episodes),
+        )
+        self._evaluations.append(result)
+        return result
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """Sample from the live policy."""
+        return await self._pool.spread(list(requests))
+
+    async def set(self, *, max_age: int) -> None:
+        """Change the async degree of a running job.
+
+        Raises:
+            ConfigError: `max_age` is negative.
+        """
+        problems = list(replace(self.config.async_, max_age=max_age).problems())
+        if problems:
+            raise ConfigError(problems)
+        await self._loop.set_max_age(max_age)
+
+    async def save_hf(self, target: Path | None = None) -> Path:
+        """Write the trainer's weights as a Hugging Face folder; by default into the run folder's export/."""
+        target = target or self.folder.export
+        await self._trainer.call("save_hf", target)
+        return target
+
+    async def save_checkpoint(self) -> Path:
+        """Write a checkpoint of the last finished step."""
+        partial = self._checkpoints.begin(self.version)
+        await self._trainer.call("save_state", partial)
+        state = checkpoint.RunState(
+            step=self.version, seed=self.config.seed, prompts_per_step=self.config.prompts_per_step
+        )
+        return self._checkpoints.commit(partial, state)
+
+    async def summary(self, status: str) -> dict[str, Any]:
+        """The numbers of the run, as in summary.json."""
+        memory = await asyncio.gather(*(p.call("memory") for p in self._parts), return_exceptions=True)
+        rewards = [r["reward/mean"] for r in self._rows if "reward/mean" in r]
+        syncs = [r["weights/sync_seconds"] for r in self._rows if "weights/sync_seconds" in r]
+        speeds = [r["rollout/tokens_per_second"] for r in self._rows if "rollout/tokens_per_second" in r]
+        first, last = (self._evaluations[0], self._evaluations[-1]) if self._evaluations else (None, None)
+        return {
+            "status": status,
+            "steps": self.version,
+            "wall_seconds": time.monotonic() - self._started,
+            "time_to_first_step_seconds": self._first_step_s,
+            "reward_first3": statistics.fmean(rewards[:3]) if rewards else None,
+            "reward_last5": statistics.fmean(rewards[-5:]) if rewards else None,
+            "heldout_before": first.mean_reward if first else None,
+            "heldout_after": last.mean_reward if last and last is not first else None,
+            "heldout_rows": len(self.dataset.heldout),
+            "tokens_per_second": statistics.fmean(speeds) if speeds else None,
+            "max_age_bound": self.config.age_bound,
+            "max_age_measured": self._loop.max_age_seen,
+            "weight_sync_seconds": statistics.median(syncs) if syncs else None,
+            "peak_rss_gib": sum(sum(m) for m in memory if not isinstance(m, BaseException)),
+            "failures": {"reward": self._loop.failed_episodes, **self.folder.statistics(), **self._trackers.statistics()},
+            "seed": self.config.seed,
+        }
+
+    async def finish(self, status: str) -> dict[str, Any]:
+        """Write summary.json, samples.json and report.html; returns the summary."""
+        summary = await self.summary(status)
+        self.folder.write_summary(summary)
+        if len(self._evaluations) > 1:
+            before, after = self._evaluations[0], self._evaluations[-1]
+            self.folder.write_samples([_sample(b, a) for b, a in zip(before.episodes, after.episodes, strict=True)])
+        from forge.report import write_report  # draws with matplotlib, which nothing else here needs
+
+        await asyncio.to_thread(write_report, self.folder.path)
+        await asyncio.to_thread(self._trackers.close)
+        return summary
+
+
+def _sample(before: Episode, after: Episode) -> dict[str, Any]:
+    return {
+        "id": before.prompt.id,
+        "question": before.question,
+        "answer": before.answer,
+        "before": before.text,
+        "after": after.text,
+        "reward_before": before.reward,
+        "reward_after": after.reward,
+    }
+
+
+@contextlib.asynccontextmanager
+async def launch(
+    config: GrpoConfig,
+    *,
+    reward: Reward | None = None,
+    on_stage: Callable[[str], None] = log.info,
+    started: float | None = None,
+) -> AsyncIterator[Run]:
+    """Check the input, spawn the cast, and close all of it on exit, also on an error.
+
+    Args:
+        config: from `load_config`.
+        reward: a reward of your own; None takes `config.reward.name`.
+        on_stage: told what is being waited for while parts start.
+        started: `time.monotonic()` at the start of the command, for the summary's times.
+
+    Raises:
+        RefusedInput: config, model folder or data cannot work; raised before any process is started.
+        PartFailed: a part could not start, or failed later.
+    """
+    started = time.monotonic() if started is None else started
+    on_stage("checking model and data")
+    model, dataset, resume = await asyncio.to_thread(_check_input, config, reward)
+    folder = RunFolder.create(Path(config.out), "grpo", config.name, resume=resume is not None)
+    folder.write_config(to_yaml(config))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(folder.close)
+        run = await _spawn_cast(config, reward, model, dataset, resume, folder, stack, on_stage, started)
+        status = "failed"
+        try:
+            yield run
+            status = "done"
+        except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
+            status = "interrupted"
+            if config.checkpoint.on_interrupt and run.version:
+                await asyncio.shield(run.save_checkpoint())
+            raise
+        finally:
+            on_stage("closing")
+            with contextlib.suppress(ForgeError, asyncio.CancelledError):
+                await run.finish(status)
+
+
+def _check_input(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Dataset, Path | None]:
+    """Everything that can be refused, cheapest first."""
+    if reward is None:
+        build_reward(config.reward.name)
+    resume: Path | None = None
+    if config.resume == "auto":
+        assert config.name is not None
+        resume = checkpoint.Checkpoints(Path(config.out) / "grpo" / config.name / "checkpoints", keep=1).latest()
+    elif config.resume != "never":
+        resume = Path(config.resume)
+    if resume is not None:
+        checkpoint.check_resumable(
+            checkpoint.read_state(resume), seed=config.seed, prompts_per_step=config.prompts_per_step, steps=config.steps
+        )
+    if config.model.path is not None:
+        check_model_folder(Path(config.model.path))
+    rows = load_rows(config.data, seed=config.seed, answer_required=reward is None)
+    if reward is None and config.reward.name == "math":
+        _check_golds(rows)
+    model = Path(config.model.path) if config.model.path is not None else fetch(config.model.name)
+    if config.model.path is None:
+        check_model_folder(model)
+
+    from transformers import AutoTokenizer
+
+    dataset = build_dataset(
+        rows,
+        AutoTokenizer.from_pretrained(model),
+        config.data,
+        seed=config.seed,
+        max_prompt_tokens=config.max_prompt_tokens,
+        prompts_per_step=config.prompts_per_step,
+    )
+    return model, dataset, resume
+
+
+def _check_golds(rows: Rows) -> None:
+    """Refuse reference answers that no completion could be compared with."""
+    bad = [f"{r.id}: {problem}" for r in rows.rows if (problem := gold_problem(r.answer)) is not None]
+    if bad:
+        raise DataError(
+            [f"{len(bad)} of {len(rows.rows)} answers cannot be graded as math; use reward.name=exact, or mend: {bad[0]}"]
+            + bad[1:20]
+        )
+
+
+async def _spawn_cast(
+    config: GrpoConfig,
+    reward: Reward | None,
+    model: Path,
+    dataset: Dataset,
+    resume: Path | None,
+    folder: RunFolder,
+    stack: contextlib.AsyncExitStack,
+    on_stage: Callable[[str], None],
+    started: float,
+) -> Run:
+    on_stage("starting processes")
+    watch_faults(lambda failure: log.warning("%s", failure.splitlines()[0] if failure else failure))
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+    store = weights.WeightStore(f"weights-{os.getpid()}-{time.time_ns()}")
+    parts: list[Part] = []
+    stack.push_async_callback(_close, parts)
+
+    async def start(name: str, actor: type[ForgeActor], *args: Any, count: int = 1, env: dict[str, str] | None = None) -> Part:
+        part = await spawn(name, actor, *args, count=count, log_dir=folder.logs, env=env)
+        parts.append(part)
+        return part
+
+    generators: list[Part]
+    volume, trainer, scorer, *rest = await asyncio.gather(
+        start("weight store", ForgeActor),
+        start("trainer", Trainer, config, model, store.name, str(scratch / "trainer"), count=config.trainer.ranks),
+        start("reward", RewardActor, config.reward, reward),
+        *(
+            start(f"generator {i}", Generator, config, model, store.name, i, env=prepare_environment(config))
+            for i in range(config.generator.replicas)
+        ),
+        *([start("reference", Reference, config, model, str(scratch / "reference"))] if config.algo.kl > 0 else []),
+    )
+    generators = rest[: config.generator.replicas]
+    reference = rest[config.generator.replicas] if config.algo.kl > 0 else None
+
+    on_stage(f"loading {config.model.name}: trainer on {config.trainer.ranks} ranks, {len(generators)} vLLM engines")
+    await store.open(volume.procs)
+    (specs, *_), *_ = await asyncio.gather(
+        trainer.call("setup"),
+        scorer.call("setup"),
+        *(g.call("setup") for g in generators),
+        *([reference.call("setup")] if reference else []),
+    )
+    learner = _Learner(trainer, store, specs)
+    pool = GeneratorPool([_Replica(g) for g in generators])
+    first_step = 0
+    if resume is not None:
+        on_stage(f"restoring {resume}")
+        (first_step, *_) = await trainer.call("load_state", resume)
+        manifest = await learner.stage(first_step)
+        await learner.publish(manifest)
+        await pool.pull(manifest)
+        folder.truncate_after(first_step)
+    remote = _Remote(scorer)
+    loop = GrpoLoop(
+        config,
+        prompts=dataset,
+        rollouts=pool,
+        scorer=remote,
+        learner=learner,
+        reference=_Remote(reference) if reference else None,
+        first_step=first_step,
+    )
+    return Run(
+        config,
+        folder=folder,
+        dataset=dataset,
+        parts=parts,
+        trainer=trainer,
+        pool=pool,
+        scorer=remote,
+        loop=loop,
+        started=started,
+    )
+
+
+async def _close(parts: list[Part]) -> None:
+    """Close every part, then end its processes; what does not answer in time is killed."""
+
+    async def end(part: Part) -> None:
+        with contextlib.suppress(PartFailed, asyncio.TimeoutError):
+            await asyncio.wait_for(part.call("close"), CLOSE_TIMEOUT_S)
+        await part.stop()
+
+    try:
+        await asyncio.shield(asyncio.gather(*map(end, parts)))
+    finally:
+        for part in parts:
+            part.kill()

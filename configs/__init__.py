@@ -1,0 +1,1 @@
+"""Hydra config tree, read as pkg://forge.configs."""

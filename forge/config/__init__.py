@@ -1,0 +1,46 @@
+"""Configuration: the schema and the one way to load it."""
+
+from forge.config.load import SCHEMAS, flatten, load_config, to_yaml
+from forge.config.schema import (
+    AlgoConfig,
+    AsyncConfig,
+    CheckpointConfig,
+    DataConfig,
+    Decay,
+    Device,
+    Dtype,
+    EvalConfig,
+    GeneratorConfig,
+    GrpoConfig,
+    ModelConfig,
+    PlacementConfig,
+    RewardConfig,
+    SamplingConfig,
+    Swap,
+    TrackerConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "SCHEMAS",
+    "AlgoConfig",
+    "AsyncConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "Decay",
+    "Device",
+    "Dtype",
+    "EvalConfig",
+    "GeneratorConfig",
+    "GrpoConfig",
+    "ModelConfig",
+    "PlacementConfig",
+    "RewardConfig",
+    "SamplingConfig",
+    "Swap",
+    "TrackerConfig",
+    "TrainerConfig",
+    "flatten",
+    "load_config",
+    "to_yaml",
+]

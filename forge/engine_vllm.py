@@ -1,0 +1,352 @@
+"""A vLLM engine that samples completions and takes new weights while it runs.
+
+The engine lives in this process and is driven by one thread (`EngineThread`): it steps while requests are running
+and takes weights between two steps, so a token is sampled wholly by one version and knows which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.config import Device, GrpoConfig, Swap
+from forge.errors import WeightsMismatch
+from forge.types import Completion, FinishReason, Manifest, SamplingRequest, TensorSpec
+
+MISSING_LOGPROB = math.nan
+"""Stands for a log-prob the engine did not give; such a token is fed to the trainer but not trained."""
+
+
+def prepare_environment(config: GrpoConfig) -> dict[str, str]:
+    """Environment variables that vLLM reads at import; set them before it is imported."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no copy and no second interpreter
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    if config.placement.device is Device.cpu:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.generator.kv_cache_gib)))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # trainer and generator share the cores
+    return env
+
+
+@dataclass(slots=True)
+class _Running:
+    request: SamplingRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VllmEngine:
+    """vLLM's LLMEngine with versioned weights. Not thread-safe: one thread calls it.
+
+    Args:
+        config: the run's configuration.
+        folder: model folder; its weights are version 0.
+        replica: number of this engine, noted on its completions.
+    """
+
+    def __init__(self, config: GrpoConfig, folder: Path, replica: int = 0) -> None:
+        os.environ.update(prepare_environment(config))
+        from vllm import EngineArgs, LLMEngine
+
+        g = config.generator
+        on_cpu = config.placement.device is Device.cpu
+        if on_cpu and g.threads:
+            import torch
+
+            torch.set_num_threads(g.threads)
+        self.replica = replica
+        self.version = 0
+        self.max_len = config.model.max_len
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(folder),
+                dtype=g.dtype.value,
+                max_model_len=config.model.max_len,
+                max_num_seqs=g.max_running,
+                tensor_parallel_size=g.tensor_parallel,
+                gpu_memory_utilization=g.gpu_memory_share,
+                enforce_eager=on_cpu,  # compiling costs minutes on a CPU
+                # vLLM cannot rewind a seeded CPU generator after half a prompt: prompts are computed whole there
+                enable_chunked_prefill=not on_cpu,
+                max_num_batched_tokens=max(config.model.max_len, 8192),
+                logprobs_mode="processed_logprobs",  # as sampled: temperature included
+                async_scheduling=False,  # a step's tokens are sampled by the weights that are live in that step
+                disable_log_stats=True,
+                trust_remote_code=False,
+                seed=config.seed,
+            )
+        )
+        self.tokenizer = self.engine.get_tokenizer()
+        self.expected = expected_tensors(folder, g.dtype.value)
+        self._running: dict[str, _Running] = {}
+        self._count = 0
+        self.sampled_tokens = 0
+
+    def add(self, request: SamplingRequest) -> str:
+        """Queue a request; returns its id."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._count += 1
+        request_id = str(self._count)
+        params = SamplingParams(
+            temperature=request.temperature,
+            max_tokens=min(request.max_new_tokens, self.max_len - len(request.token_ids)),
+            seed=request.seed,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(request.token_ids)), params)
+        self._running[request_id] = _Running(request)
+        return request_id
+
+    @property
+    def busy(self) -> bool:
+        """True while requests are running or waiting."""
+        return self.engine.has_unfinished_requests()
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Run one engine step; returns the requests it finished."""
+        finished: list[tuple[str, Completion]] = []
+        for output in self.engine.step():
+            running = self._running[output.request_id]
+            (delta,) = output.outputs
+            new = list(delta.token_ids)
+            running.token_ids += new
+            running.logprobs += _logprobs(new, delta.logprobs)
+            running.versions += [self.version] * len(new)
+            self.sampled_tokens += len(new)
+            if output.finished:
+                finished.append((output.request_id, self._complete(output.request_id, delta.finish_reason)))
+        return finished
+
+    def _complete(self, request_id: str, reason: str | None) -> Completion:
+        running = self._running.pop(request_id)
+        return Completion(
+            token_ids=tuple(running.token_ids),
+            logprobs=tuple(running.logprobs),
+            versions=tuple(running.versions),
+            text=self.tokenizer.decode(running.token_ids, skip_special_tokens=True),
+            finish_reason=FinishReason.STOP if reason == "stop" else FinishReason.LENGTH,
+            replica=self.replica,
+        )
+
+    def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """Run requests to their end, in this thread; for scripts, evaluation and tests."""
+        ids = [self.add(r) for r in requests]
+        done: dict[str, Completion] = {}
+        while len(done) < len(ids):
+            done |= dict(self.step())
+        return [done[i] for i in ids]
+
+    def check(self, manifest: Manifest) -> None:
+        """Compare a version's manifest with what this engine's model needs.
+
+        Raises:
+            WeightsMismatch: naming every tensor that is missing, extra, misshapen or of another dtype.
+        """
+        problems = compare(self.expected, manifest.tensors)
+        if problems:
+            raise WeightsMismatch(
+                f"generator {self.replica}",
+                f"version {manifest.version} does not fit, version {self.version} stays live: " + "; ".join(problems),
+            )
+
+    def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
+        """Swap in a version, between two steps. Running requests keep their tokens and go on with the new weights.
+
+        Cached keys and values of the old weights are dropped: running requests are computed anew from their tokens.
+
+        Raises:
+            WeightsMismatch: the tensors are not the ones the manifest names; the old version stays live.
+        """
+        self.check(manifest)
+        held = {n: TensorSpec(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+        problems = compare(manifest.tensors, held)
+        if problems:
+            raise WeightsMismatch(
+                f"generator {self.replica}", f"version {manifest.version} arrived damaged: " + "; ".join(problems)
+            )
+        self.engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(tensors.items()), "is_checkpoint_format": True}
+        )
+        if not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise WeightsMismatch(
+                f"generator {self.replica}", "the prefix cache of the old weights could not be dropped"
+            )
+        self.version = manifest.version
+
+
+def expected_tensors(folder: Path, dtype: str) -> dict[str, TensorSpec]:
+    """What a complete version of the folder's model holds: its safetensors headers, in the served dtype.
+
+    A separate lm_head of a model that ties it is left out: the tied weight travels once, under the embedding's name.
+    """
+    import json
+
+    from safetensors import safe_open
+
+    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    else:
+        where = {}
+    expected: dict[str, TensorSpec] = {}
+    for shard in sorted(set(where.values()) or {"model.safetensors"}):
+        with safe_open(folder / shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if where.get(name, shard) == shard and not name.endswith("rotary_emb.inv_freq"):
+                    expected[name] = TensorSpec(shape=tuple(file.get_slice(name).get_shape()), dtype=dtype)
+    if tied:
+        expected.pop("lm_head.weight", None)
+    return expected
+
+
+def compare(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> list[str]:
+    """Differences between two sets of tensors, each naming the tensor."""
+    problems = [f"missing {n}" for n in expected if n not in found]
+    problems += [f"extra {n}" for n in found if n not in expected]
+    problems += [
+        f"{n} is {found[n].dtype}{list(found[n].shape)}, needs {e.dtype}{list(e.shape)}"
+        for n, e in expected.items()
+        if n in found and found[n] != e
+    ]
+    return problems
+
+
+def _logprobs(token_ids: Sequence[int], entries: Sequence[Mapping[int, Any] | None] | None) -> list[float]:
+    if entries is None:
+        return [MISSING_LOGPROB] * len(token_ids)
+    values: list[float] = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        value = entry[token].logprob if entry and token in entry else None
+        values.append(value if value is not None and math.isfinite(value) else MISSING_LOGPROB)
+    return values
+
+
+class EngineThread:
+    """Drives an engine from a thread of its own, for an asyncio loop.
+
+    Consumes requests and weight loads; waits when there is neither; unblocked by `generate`, `load` and `close`;
+    produces completions. Cancelling a waiting caller leaves its request running to its end, unread.
+    """
+
+    def __init__(self, build: Callable[[], VllmEngine], *, swap: Swap) -> None:
+        self._build = build
+        self._swap = swap
+        self._wake = threading.Condition()
+        self._requests: deque[tuple[SamplingRequest, Future[Completion]]] = deque()
+        self._loads: deque[tuple[Manifest, Mapping[str, Any], Future[float]]] = deque()
+        self._futures: dict[str, Future[Completion]] = {}
+        self._closing = False
+        self._ready: Future[VllmEngine] = Future()
+        self.busy_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+
+    async def start(self) -> VllmEngine:
+        """Build the engine in its thread; raises what building raised."""
+        self._thread.start()
+        return await asyncio.wrap_future(self._ready)
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """Sample all requests; they share the engine with everything else that is running."""
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        with self._wake:
+            self._requests.extend(zip(requests, futures, strict=True))
+            self._wake.notify()
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> float:
+        """Swap weights; returns the seconds the engine stood still."""
+        future: Future[float] = Future()
+        with self._wake:
+            self._loads.append((manifest, tensors, future))
+            self._wake.notify()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End the thread after its current step; whatever still runs is cancelled."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(engine)
+        while self._wait(engine):
+            if self._loads and (self._swap is Swap.in_flight or not engine.busy):
+                self._load(engine)
+                continue
+            start = time.perf_counter()
+            try:
+                for request_id, completion in engine.step():
+                    self._settle(self._futures.pop(request_id), completion)
+            except Exception as error:
+                # an engine that failed once is not trusted again: every waiting caller is told
+                self._fail(error)
+                return
+            self.busy_seconds += time.perf_counter() - start
+
+    def _wait(self, engine: VllmEngine) -> bool:
+        """Admit what is queued; block while there is nothing to do. False when closing."""
+        with self._wake:
+            while not (self._closing or self._requests or self._loads or engine.busy):
+                self._wake.wait()
+            if self._closing:
+                return False
+            # with swap=boundary, requests that come after a load wait for it
+            admit = not self._loads or self._swap is Swap.in_flight
+            queued = list(self._requests) if admit else []
+            if admit:
+                self._requests.clear()
+        for request, future in queued:
+            try:
+                self._futures[engine.add(request)] = future
+            except Exception as error:
+                future.set_exception(error)
+        return True
+
+    def _load(self, engine: VllmEngine) -> None:
+        with self._wake:
+            manifest, tensors, future = self._loads.popleft()
+        start = time.perf_counter()
+        try:
+            engine.load(manifest, tensors)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(time.perf_counter() - start)
+
+    def _settle(self, future: Future[Completion], completion: Completion) -> None:
+        if not future.cancelled():
+            future.set_result(completion)
+
+    def _fail(self, error: Exception) -> None:
+        with self._wake:
+            self._closing = True
+            waiting = [*self._futures.values(), *(f for _, f in self._requests), *(f for *_, f in self._loads)]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)

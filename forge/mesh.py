@@ -1,0 +1,172 @@
+"""Monarch, and the only file that knows it: processes, actors, calls, and their end.
+
+A part of Forge is a mesh of processes with one actor in each. Everything a worker process needs before it imports
+torch (environment, log file, signals) is set in `_bootstrap`, which runs there first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Read by Monarch's runtime when it loads. Frames: the default of 10 GiB is kept, but TorchStore prints and rewrites it
+# unless it is set. Logs: Monarch's own go to files under /tmp by default and its errors to the terminal.
+FRAME_LIMIT = "HYPERACTOR_CODEC_MAX_FRAME_LENGTH"
+os.environ.setdefault(FRAME_LIMIT, str(10 * 2**30))
+os.environ.setdefault("MONARCH_FILE_LOG", "off")
+os.environ.setdefault("MONARCH_STDERR_LOG", "off")
+os.environ.setdefault("TORCHSTORE_LOG_LEVEL", "WARNING")
+
+import monarch.actor as _monarch  # noqa: E402
+from monarch._src.actor.actor_mesh import ActorError  # noqa: E402
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint, this_host  # noqa: E402
+
+from forge.errors import ForgeError, PartFailed  # noqa: E402
+
+__all__ = ["Actor", "Part", "concurrent_endpoint", "current_rank", "endpoint", "host", "spawn", "watch_faults"]
+
+try:
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+except ImportError:  # moved between Monarch versions
+    from monarch.actor import SupervisionError  # type: ignore[attr-defined,no-redef]
+
+PARENT_POLL_S = 1.0
+"""How often a worker looks whether its controller still lives."""
+STOP_TIMEOUT_S = 5.0
+"""How long a part may take to stop before its processes are killed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    """A mesh of processes and the actor that runs in each of them."""
+
+    name: str
+    """"generator 0", "trainer" …, for messages."""
+    procs: Any
+    actor: Any
+    pids: list[int]
+
+    async def call(self, endpoint: str, *args: Any) -> list[Any]:
+        """Call an endpoint on every process; results in rank order.
+
+        Raises:
+            ForgeError: what the endpoint raised, as it was.
+            PartFailed: any other exception there, or a process of the part died.
+        """
+        with self._errors(endpoint):
+            result = await getattr(self.actor, endpoint).call(*args)
+            return [value for _, value in result.items()]
+
+    async def call_one(self, endpoint: str, *args: Any) -> Any:
+        """Call an endpoint of a part that has one process. Raises as `call`."""
+        with self._errors(endpoint):
+            return await getattr(self.actor, endpoint).call_one(*args)
+
+    @contextlib.contextmanager
+    def _errors(self, endpoint: str) -> Any:
+        try:
+            yield
+        except ActorError as error:
+            if isinstance(error.exception, ForgeError):
+                raise error.exception from None
+            raise PartFailed(self.name, f"{endpoint} failed: {error.exception!r}\n{error.exception_formatted}") from None
+        except SupervisionError as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+            raise PartFailed(self.name, f"its process died during {endpoint} ({first}); see its log in the run folder") from None
+
+    async def stop(self) -> None:
+        """End the processes: ask, wait STOP_TIMEOUT_S, then kill."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.procs.stop(), STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL whatever of the part is still there."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def host() -> Any:
+    """The host mesh of this machine."""
+    return this_host()
+
+
+async def spawn(
+    name: str,
+    actor: type[Actor],
+    *args: Any,
+    count: int = 1,
+    log_dir: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Part:
+    """Start `count` processes with one `actor(*args)` in each.
+
+    Args:
+        name: of the part; log files are `log_dir`/<name>-<rank>.log.
+        env: variables set there before anything else is imported.
+    """
+    slug = name.replace(" ", "-")
+    setup = _Bootstrap(env=dict(env or {}), log=str(log_dir / slug) if log_dir else None, parent=os.getpid())
+    procs = this_host().spawn_procs(per_host={"ranks": count}, bootstrap=setup, name=slug)
+    await procs.initialized
+    probe = procs.spawn(f"{slug}_pid", _Pid)
+    pids = [pid for _, pid in (await probe.pid.call()).items()]
+    return Part(name=name, procs=procs, actor=procs.spawn(slug, actor, *args), pids=pids)
+
+
+def watch_faults(on_fault: Callable[[str], Awaitable[None] | None]) -> None:
+    """Hand failures that no call is waiting for to `on_fault` instead of ending the controller."""
+
+    def hook(failure: Any) -> None:
+        on_fault(str(failure))
+
+    _monarch.unhandled_fault_hook = hook
+
+
+class _Pid(Actor):
+    """Tells its process id, so that the controller can be sure a process is gone."""
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@dataclass(slots=True)
+class _Bootstrap:
+    """Runs first in a new worker process."""
+
+    env: dict[str, str]
+    log: str | None
+    parent: int
+
+    def __call__(self) -> None:
+        os.environ.update(self.env)
+        if self.log is not None:
+            rank = current_rank().rank
+            descriptor = os.open(f"{self.log}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+        threading.Thread(target=_die_with, args=(self.parent,), name="parent-watch", daemon=True).start()
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its controller is gone, however that happened."""
+    while True:
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(PARENT_POLL_S)

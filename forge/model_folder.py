@@ -1,0 +1,216 @@
+"""The check a Hugging Face model folder passes before anything is loaded from it.
+
+Reads config.json, the tokenizer's presence and the headers of the safetensors files; no weights, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge.errors import ModelFolderError
+
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Model types Forge trains, with their architecture."""
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format; more means the file is something else."""
+INDEX = "model.safetensors.index.json"
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_DTYPES = {"F32", "F16", "BF16"}
+_SHOWN = 5  # names listed of many
+
+
+def check_model_folder(path: Path) -> None:
+    """Refuse a folder that cannot be trained from, naming everything wrong with it at once.
+
+    Raises:
+        ModelFolderError: one line for each missing or broken file, unsupported family, quantized or pickled
+            checkpoint, or disagreement between configuration, index and shards.
+    """
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ModelFolderError(f"model folder {path} {found}: give a Hugging Face folder, or `forge fetch smollm2`")
+    problems: list[str] = []
+    config = _check_config(path, problems)
+    _check_tokenizer(path, problems)
+    tensors = _check_weights(path, problems)
+    if config is not None and tensors is not None:
+        problems.extend(_disagreements(config, tensors))
+    if problems:
+        raise ModelFolderError([f"{path}: {problem}" for problem in problems])
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Header of a safetensors file by tensor name: dtype, shape, data_offsets.
+
+    Raises:
+        ValueError: in one line, what the file is instead.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise ValueError("is a Git LFS pointer, not the weights: run `git lfs pull`")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"is cut short or not safetensors ({size} bytes)")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise ValueError("has a broken header") from error
+    if end != size:
+        raise ValueError(f"has {size} bytes where its header promises {end}: copy it again")
+    tensors: dict[str, dict[str, Any]] = header
+    return tensors
+
+
+def _check_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    config = _read_object(path / "config.json", problems)
+    if config is None:
+        return None
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        problems.append(f"config.json: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
+        config = None
+    else:
+        named = config.get("architectures") or [FAMILIES[family]]
+        if named != [FAMILIES[family]]:
+            problems.append(f"config.json: architectures must be [{FAMILIES[family]!r}] for {family}, got {named}")
+        sizes = [key for key in _SIZES if type(config.get(key)) is not int or config[key] < 1]
+        if sizes:
+            problems.append(f"config.json: {', '.join(sizes)} must be whole numbers above 0")
+            config = None
+    if config is not None and config.get("quantization_config") is not None:
+        kind = config["quantization_config"]
+        method = kind.get("quant_method") if isinstance(kind, Mapping) else kind
+        problems.append(
+            f"config.json: the model is already quantized (quantization_config {method!r}): "
+            "start from the unquantized model, Forge quantizes it"
+        )
+    return config
+
+
+def _check_tokenizer(path: Path, problems: list[str]) -> None:
+    if (path / "tokenizer.json").exists():
+        _read_object(path / "tokenizer.json", problems)
+    elif not (path / "tokenizer.model").exists():
+        problems.append("tokenizer.json is missing: copy it from where the model came")
+    _read_object(path / "tokenizer_config.json", problems)
+
+
+def _check_weights(path: Path, problems: list[str]) -> dict[str, dict[str, Any]] | None:
+    """All tensors of the folder, or None when a file is missing or broken."""
+    files = {file.name: file for file in sorted(path.glob("*.safetensors"))}
+    if (path / INDEX).exists() and "model.safetensors" not in files:
+        return _check_shards(path, files, problems)
+    if "model.safetensors" in files:
+        return _read_headers([files["model.safetensors"]], problems)
+    pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(path.glob(pattern))]
+    if (path / "adapter_config.json").exists():
+        problems.append("holds an adapter, not a model: merge it into its base model and save that")
+    elif files:
+        problems.append(f"{INDEX} is missing: it says which of the {len(files)} safetensors files holds what")
+    elif pickled:
+        problems.append(
+            f"only pickled weights ({_some(pickled)}), which can run code when they are read: "
+            "convert them to safetensors"
+        )
+    else:
+        problems.append("no weights: model.safetensors is missing")
+    return None
+
+
+def _check_shards(path: Path, files: Mapping[str, Path], problems: list[str]) -> dict[str, dict[str, Any]] | None:
+    index = _read_object(path / INDEX, problems)
+    if index is None:
+        return None
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
+        problems.append(f"{INDEX}: weight_map must map tensor names to files")
+        return None
+    before = len(problems)
+    shards = sorted(set(listed.values()))
+    for shard in shards:
+        if shard not in files:
+            names = [name for name, where in listed.items() if where == shard]
+            problems.append(f"{shard} is missing; {INDEX} puts {len(names)} tensors in it ({_some(names)})")
+    tensors: dict[str, dict[str, Any]] = {}
+    for shard in (s for s in shards if s in files):
+        held = _read_headers([files[shard]], problems)
+        if held is None:
+            continue
+        names = [name for name, where in listed.items() if where == shard and name not in held]
+        if names:
+            problems.append(f"{shard} lacks {len(names)} tensors that {INDEX} puts in it ({_some(names)})")
+        extra = [name for name in held if listed.get(name) != shard]
+        if extra:
+            problems.append(f"{shard} holds {len(extra)} tensors that {INDEX} does not put in it ({_some(extra)})")
+        tensors.update(held)
+    return tensors if len(problems) == before else None
+
+
+def _read_headers(files: Iterable[Path], problems: list[str]) -> dict[str, dict[str, Any]] | None:
+    tensors: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            tensors.update(read_header(file))
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read: {error.strerror}")
+            return None
+        except ValueError as error:
+            problems.append(f"{file.name} {error}")
+            return None
+    return tensors
+
+
+def _disagreements(config: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    needed = set(_needed(config))
+    missing = sorted(needed - tensors.keys())
+    if missing:
+        yield f"the weights lack {len(missing)} tensors that config.json implies ({_some(missing)})"
+    odd = sorted({str(t.get("dtype")) for t in tensors.values()} - _DTYPES)
+    if odd:
+        yield f"weights of type {', '.join(odd)}: must be {', '.join(sorted(_DTYPES))}; start from an unquantized model"
+    embedding = tensors.get("model.embed_tokens.weight")
+    expected = [config["vocab_size"], config["hidden_size"]]
+    if embedding is not None and embedding.get("shape") != expected:
+        yield f"model.embed_tokens.weight has shape {embedding.get('shape')}, config.json says {expected}"
+
+
+def _needed(config: Mapping[str, Any]) -> Iterator[str]:
+    yield "model.embed_tokens.weight"
+    yield "model.norm.weight"
+    if not config.get("tie_word_embeddings"):
+        yield "lm_head.weight"
+    parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    parts += ["input_layernorm", "post_attention_layernorm"]
+    if config["model_type"] == "qwen3":
+        parts += ["self_attn.q_norm", "self_attn.k_norm"]
+    for layer in range(config["num_hidden_layers"]):
+        yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
+
+
+def _read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing: copy it from where the model came")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is not JSON: {error}")
+    else:
+        if isinstance(content, dict):
+            return content
+        problems.append(f"{path.name} must hold a JSON object, found {type(content).__name__}")
+    return None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,131 @@
+"""Fakes for coordination logic: parts that keep the loop's protocols and do no work.
+
+They have no model and draw no tokens of their own; nothing that concerns tokens, weights or numbers is tested
+with them. Times are in seconds of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from forge.types import (
+    Completion,
+    Episode,
+    FinishReason,
+    Group,
+    Manifest,
+    Prompt,
+    SamplingRequest,
+    StepStats,
+)
+
+
+def fake_prompt(index: int, *, num_tokens: int = 3) -> Prompt:
+    """A prompt whose question says its index."""
+    return Prompt(id=f"fake:{index}", question=f"q{index}", answer=str(index), token_ids=tuple(range(num_tokens)))
+
+
+def fake_completion(version: int, *, num_tokens: int = 2, replica: int = 0) -> Completion:
+    """A completion of one version."""
+    return Completion(
+        token_ids=tuple(range(num_tokens)),
+        logprobs=(-1.0,) * num_tokens,
+        versions=(version,) * num_tokens,
+        text="text",
+        finish_reason=FinishReason.STOP,
+        replica=replica,
+    )
+
+
+def fake_group(index: int, rewards: Sequence[float], *, version: int = 0) -> Group:
+    """A scored group of one version."""
+    prompt = fake_prompt(index)
+    return Group(
+        index=index,
+        episodes=tuple(
+            Episode(prompt=prompt, completion=fake_completion(version), group=index, member=m, reward=r)
+            for m, r in enumerate(rewards)
+        ),
+    )
+
+
+@dataclass
+class FakePrompts:
+    """Prompts by index."""
+
+    def prompt(self, index: int) -> Prompt:
+        return fake_prompt(index)
+
+
+@dataclass
+class FakeRollouts:
+    """Completes after `seconds(call)`; tokens carry the version that was live when the call began."""
+
+    seconds: Callable[[int], float] = lambda call: 0.0
+    version: int = 0
+    calls: int = 0
+    busy: float = 0.0
+    pulled: list[int] = field(default_factory=list)
+    pull_seconds: float = 0.0
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        call, version = self.calls, self.version
+        self.calls += 1
+        await asyncio.sleep(self.seconds(call))
+        self.busy += self.seconds(call)
+        return [fake_completion(version) for _ in requests]
+
+    async def pull(self, manifest: Manifest) -> dict[str, float]:
+        await asyncio.sleep(self.pull_seconds)
+        self.version = manifest.version
+        self.pulled.append(manifest.version)
+        return {"fetch": 0.0, "swap": 0.0}
+
+    async def statistics(self) -> dict[str, float]:
+        return {"tokens": 2.0 * self.calls, "busy_seconds": self.busy, "replicas": 1.0}
+
+
+@dataclass
+class FakeScorer:
+    """Rewards by `reward(episode)`; an exception there becomes the episode's failure."""
+
+    reward: Callable[[Episode], float] = lambda e: float(e.member % 2)
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+        scored: list[Episode] = []
+        for e in episodes:
+            try:
+                scored.append(replace(e, reward=self.reward(e)))
+            except ValueError as error:
+                scored.append(replace(e, failure=str(error)))
+        return scored
+
+
+@dataclass
+class FakeLearner:
+    """Takes `seconds` a step and remembers what it trained."""
+
+    seconds: float = 0.0
+    version: int = 0
+    batches: list[list[Group]] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+    fail_at: int | None = None
+
+    async def step(self, groups: Sequence[Group]) -> StepStats:
+        await asyncio.sleep(self.seconds)
+        if self.version == self.fail_at:
+            raise RuntimeError("learner fails here")
+        self.version += 1
+        self.batches.append(list(groups))
+        return StepStats(version=self.version, metrics={"loss/total": 0.0})
+
+    async def stage(self, version: int) -> Manifest:
+        return Manifest(version=version, tensors={}, num_bytes=0, changed_share=1.0)
+
+    async def publish(self, manifest: Manifest) -> None:
+        self.published.append(manifest.version)
+
+    async def free_before(self, version: int) -> None:
+        self.published = [v for v in self.published if v >= version]

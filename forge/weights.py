@@ -1,0 +1,133 @@
+"""Versioned weights through TorchStore: shards go in as they lie, full tensors come out, old versions are freed.
+
+A version's tensors have keys "<version>/<name>"; a key is written once and never overwritten, because TorchStore
+gives torn tensors to a reader of a key that is being written. Which names a version holds is said by its manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from forge.errors import PartFailed
+from forge.mesh import FRAME_LIMIT, endpoint
+from forge.types import Manifest, TensorSpec
+
+import torchstore  # isort: skip  (reads the environment that forge.mesh sets)
+import torchstore.api  # isort: skip
+
+CONCURRENT_TRANSFERS = 32
+"""Tensors in flight at once: TorchStore's cost is latency per tensor, so they overlap."""
+FRAME_OVERHEAD = 64 * 2**10
+"""Bytes of a message besides the tensor, generously."""
+
+
+def _all_async(actor: type) -> dict[str, Any]:
+    """The sync endpoints of an actor class, declared again as async ones."""
+
+    def convert(method: Any) -> Any:
+        @functools.wraps(method)
+        async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(self, *args, **kwargs)
+
+        return endpoint(call)
+
+    methods = {n: getattr(m, "_method", None) for n, m in inspect.getmembers(actor)}
+    return {n: convert(m) for n, m in methods.items() if m is not None and not inspect.iscoroutinefunction(m)}
+
+
+# TorchStore 0.1.2 mixes sync and async endpoints in its two actors, which Monarch 0.7 refuses. Subclasses take their
+# place, by names that every process finds when it unpickles them.
+StoreController = type("StoreController", (torchstore.api.Controller,), {"__module__": __name__, **_all_async(torchstore.api.Controller)})
+StoreVolume = type("StoreVolume", (torchstore.api.StorageVolume,), {"__module__": __name__, **_all_async(torchstore.api.StorageVolume)})
+torchstore.api.Controller = StoreController
+torchstore.api.StorageVolume = StoreVolume
+
+
+class WeightStore:
+    """The controller's side: opens the store, frees versions, closes it.
+
+    Args:
+        name: unique to the run, so that two runs on one machine never meet.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._live: dict[int, Manifest] = {}
+
+    async def open(self, procs: Any) -> None:
+        """Start the store on a process mesh of one process."""
+        await torchstore.initialize(num_storage_volumes=1, store_name=self.name, mesh=procs)
+
+    def committed(self, manifest: Manifest) -> None:
+        """Note a version whose shards are all in the store."""
+        self._live[manifest.version] = manifest
+
+    async def free_before(self, version: int) -> None:
+        """Delete every version older than `version`; call it when no reader uses them any more."""
+        for old in [v for v in self._live if v < version]:
+            manifest = self._live.pop(old)
+            await _gather(torchstore.delete(_key(old, n), store_name=self.name) for n in manifest.tensors)
+
+    async def close(self) -> None:
+        """Drop everything."""
+        await torchstore.shutdown(self.name)
+
+
+def manifest(specs: dict[str, TensorSpec], *, version: int, changed: int, total: int) -> Manifest:
+    """The manifest of a version, from rank 0's specs and the counts of all ranks."""
+    width = {"bfloat16": 2, "float32": 4}
+    size = sum(math.prod(s.shape) * width[s.dtype] for s in specs.values())
+    return Manifest(version=version, tensors=specs, num_bytes=size, changed_share=changed / max(total, 1))
+
+
+async def put(store: str, version: int, shards: Mapping[str, Any]) -> None:
+    """Write this rank's shards (DTensors) of a version.
+
+    Raises:
+        PartFailed: a shard does not fit Monarch's frame limit.
+    """
+    limit = int(os.environ[FRAME_LIMIT])
+    for name, shard in shards.items():
+        size = getattr(shard, "_local_tensor", shard).nbytes
+        if size + FRAME_OVERHEAD > limit:
+            raise PartFailed(
+                "weight store",
+                f"{name} has a shard of {size} bytes and {FRAME_LIMIT}={limit} does not let it pass in one message: "
+                "raise that environment variable or shard over more trainer.ranks",
+            )
+    await _gather(torchstore.put(_key(version, name), shard, store_name=store) for name, shard in shards.items())
+
+
+async def get(store: str, manifest: Manifest) -> dict[str, Any]:
+    """Read all of a version as full tensors, in the manifest's order.
+
+    Raises:
+        PartFailed: a tensor of the manifest is not in the store.
+    """
+    names = list(manifest.tensors)
+    try:
+        tensors = await _gather(torchstore.get(_key(manifest.version, n), store_name=store) for n in names)
+    except KeyError as error:
+        reason = str(error).splitlines()[0][:300]
+        raise PartFailed("weight store", f"version {manifest.version} is not complete in the store: {reason}") from None
+    return dict(zip(names, tensors, strict=True))
+
+
+def _key(version: int, name: str) -> str:
+    return f"{version}/{name}"
+
+
+async def _gather(transfers: Any) -> list[Any]:
+    gate = asyncio.Semaphore(CONCURRENT_TRANSFERS)
+
+    async def one(transfer: Any) -> Any:
+        async with gate:
+            return await transfer
+
+    return list(await asyncio.gather(*map(one, transfers)))
