@@ -14,14 +14,17 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forge.config import DataConfig
 from forge.errors import DataError, ModelFolderError
 from forge.rows import Row, Rows, SkippedRow, listing, load_rows
 from forge.types import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from forge.config import DataConfig
 
 __all__ = ["Dataset", "Row", "Rows", "SkippedRow", "build_dataset", "load_rows"]
 
@@ -169,8 +172,9 @@ def _epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
 
 # rendering and tokens --------------------------------------------------------------------------------------------
 
-_MARK = "\ue000forge\ue001"
-"""Stands in for the question while a template is taken apart: private-use characters that no dataset should hold."""
+_MARK = "\ue000\ue001\ue002"
+"""Stands in for the question while a template is taken apart: private-use characters, which have no case and are no
+space, so that a template leaves them as they are."""
 _SAMPLE = "What is 41 + 27?\n  Say  it."
 """Ordinary text, to prove that a text tokenized in pieces gives the same ids as in one."""
 
@@ -197,9 +201,7 @@ class _Renderer:
         self.definition: dict[str, Any] = json.loads(backend.to_str())
         self.definition.update(truncation=None, padding=None)  # as saved by whoever trained the model
         self.full = _tokenizer(self.definition)
-        self.control = {
-            token["id"] for token in self.definition.get("added_tokens") or [] if token["content"].strip()
-        }
+        self.control = {token["id"] for token in self.definition.get("added_tokens") or [] if token["content"].strip()}
         self.prefix = self._prefix()
         self.pieces = self._render(_MARK).split(_MARK)
         if len(self.pieces) < 2:

@@ -334,7 +334,7 @@ class TitanTrainer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for file in sorted(self.folder.iterdir()):
-                if file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".gguf", ".safetensors"):
+                if file.is_file() and not file.name.startswith(("model", "forge_")) and file.suffix not in (".bin", ".gguf", ".safetensors"):
                     shutil.copyfile(file, partial / file.name)
         shards: list[dict[str, Tensor]] = [{}]
         size = 0

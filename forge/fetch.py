@@ -23,7 +23,6 @@ import tempfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,8 @@ from forge.errors import ForgeError, ModelFolderError, PartFailed
 from forge.model_folder import check_model_folder, read_header
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     import numpy as np
     import numpy.typing as npt
 

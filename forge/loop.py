@@ -155,8 +155,8 @@ class GrpoLoop:
                     "weights/changed_share": manifest.changed_share,
                     "weights/bytes": float(manifest.num_bytes),
                     "rollout/tokens_per_second": tokens / wall,
-                    "idle/trainer": (waited - start) / wall,
-                    "idle/generator": max(
+                    "idle/trainer_share": (waited - start) / wall,
+                    "idle/generator_share": max(
                         0.0, 1 - (after["busy_seconds"] - before["busy_seconds"]) / wall / after["replicas"]
                     ),
                     "time/step_seconds": wall,

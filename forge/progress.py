@@ -18,6 +18,7 @@ Showing progress never stops a run: a stream that is gone is left alone.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -138,6 +139,7 @@ class Progress:
         self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS + 1)
         self._stage: tuple[str, str, float] | None = None
         self._live: Live | None = None
+        self._over = False
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> Self:
@@ -154,10 +156,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end_stage(finished=kind is None)
-        if self._live is not None:
-            live, self._live = self._live, None
-            with suppress(OSError, ValueError):
-                live.stop()
+        self._stop()
 
     def stage(self, what: str, waiting_for: str = "") -> None:
         """Says what happens now, and what it waits for; ends the stage before."""
@@ -174,7 +173,7 @@ class Progress:
         self._end_stage(finished=True)
         now = self._clock()
         if not self._ends:
-            took = metrics.get("time/step_seconds")
+            took = metrics.get("time/step_seconds", math.nan)
             self._ends.append((now - took if _is_finite(took) else self._begin, step - 1))
         self._ends.append((now, step))
         self.current = step
@@ -191,14 +190,12 @@ class Progress:
         if self._live is None:
             self._line(f"{self._gone()} note: {_printable(text)}")
         else:
-            self._above(Text("! ", style="yellow") + Text(self._encodable(_printable(text))))
+            self._above(Text.assemble(("! ", "yellow"), self._encodable(_printable(text))))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Prints the final table below everything; see `summary_table`."""
         self._end_stage(finished=True)
-        if self._live is not None:
-            live, self._live = self._live, None
-            self._guarded(live.stop)
+        self._stop()
         summary_table(summary, file=self._out)
 
     @property
@@ -215,9 +212,9 @@ class Progress:
         what, _, begin = self._stage
         self._stage = None
         if self._live is not None:
-            mark = Text("✓ " if self._unicode() else "+ ", style="green") if finished else Text("x ", style="red")
-            took = Text(f"  {_seconds(self._clock() - begin)}", style="dim")
-            self._above(mark + Text(self._encodable(what)) + took)
+            mark = ("✓ " if self._unicode() else "+ ", "green") if finished else ("x ", "red")
+            took = (f"  {_seconds(self._clock() - begin)}", "dim")
+            self._above(Text.assemble(mark, self._encodable(what), took))
 
     # Live display
 
@@ -229,7 +226,8 @@ class Progress:
             lines.append(Text(self._encodable(self.title), style="bold"))
         if self.current:
             lines += [self._bar(width), self._reward_line(width), *self._cell_lines(width)]
-        lines.append(self._now_line())
+        if not self._over:
+            lines.append(self._now_line())
         for number, line in enumerate(lines):
             if number:
                 yield Segment.line()
@@ -250,9 +248,8 @@ class Progress:
         grid = Table.grid(padding=(0, 1))
         room = max(4, width - len(head) - len(tail) - 2)
         done = min(self.current, self.total_steps)
-        grid.add_row(
-            Text(head, no_wrap=True), ProgressBar(self.total_steps, done, width=room), Text(tail, no_wrap=True)
-        )
+        bar = ProgressBar(self.total_steps, done, width=room)
+        grid.add_row(Text(head, no_wrap=True), bar, Text(tail, no_wrap=True))
         return grid
 
     def _reward_line(self, width: int) -> Text:
@@ -307,11 +304,16 @@ class Progress:
         try:
             show()
         except (OSError, ValueError):  # the terminal is gone; the run is not
-            live, self._live = self._live, None
             self._out = _Nowhere()
-            if live is not None:
-                with suppress(OSError, ValueError):
-                    live.stop()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Leaves the last state on the screen and gives the cursor back."""
+        self._over = True
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError, ValueError):
+                live.stop()
 
     def _unicode(self) -> bool:
         return (getattr(self._out, "encoding", None) or "").lower().startswith("utf")
@@ -362,6 +364,8 @@ _SUMMARY_PAIRS = {
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary as names and values a person reads; keys without a name of their own follow as they are."""
     left = dict(summary)
+    if isinstance(failures := left.get("failures"), Mapping):
+        left["failures"] = {part: count for part, count in failures.items() if count}
     rows: list[tuple[str, str]] = []
     for name, (before, after, meaning) in _SUMMARY_PAIRS.items():
         if before in left or after in left:
@@ -451,19 +455,12 @@ def trend_of(rewards: Sequence[float]) -> tuple[str, str]:
     return ("up", "green") if difference > 0 else ("down", "yellow")
 
 
-class _Nowhere:
+class _Nowhere(io.StringIO):
     """Stands in for a stream that is gone."""
 
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return False
-
     def write(self, text: str) -> int:
+        """Takes the text and forgets it."""
         return len(text)
-
-    def flush(self) -> None:
-        pass
 
 
 def _is_finite(value: object) -> bool:

@@ -20,10 +20,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forge.config import DataConfig
 from forge.errors import DataError
+
+if TYPE_CHECKING:
+    from forge.config import DataConfig
 
 SHOWN_ROWS = 20
 """Bad rows listed in full; more are only counted."""
@@ -249,7 +251,7 @@ def _jsonl(path: Path) -> Iterator[_Raw]:
                 raise DataError(f"{path} is UTF-16: save it as UTF-8")
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
+            if line := line.strip():
                 yield f"{path.name}:{number}", _json_object(line)
 
 

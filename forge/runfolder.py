@@ -18,28 +18,22 @@ configuration) or at the end (the summary) raises, since without it the run has 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
-import math
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from forge.errors import ConfigError, ForgeError
+from forge.jsonl import Lines, read_lines, strict, to_json, write_atomic
 from forge.metrics import NOT_FINITE
+from forge.redact import redact
 from forge.types import Episode, Group
 
 log = logging.getLogger(__name__)
 
-RETRY_LIMIT_BYTES = 16 * 2**20
-"""How much of one record is kept in memory while it cannot be written; a full disk must not fill the memory too."""
-REDACTED = '"<redacted>"'
 
 _NAME = re.compile(r"[\w][\w.+=,@ -]*")
 _LOCK = ".lock"
@@ -78,9 +72,9 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(_unwritable(path, error)) from error
         warn = warn or log.warning
-        self._metrics = _Lines(self.metrics, warn)
-        self._rollouts = _Lines(self.rollouts, warn)
-        self._calibration = _Lines(self.calibration, warn)
+        self._metrics = Lines(self.metrics, warn)
+        self._rollouts = Lines(self.rollouts, warn)
+        self._calibration = Lines(self.calibration, warn)
         self._steps = _steps(self.metrics)
 
     @classmethod
@@ -135,14 +129,14 @@ class RunFolder:
         `metrics/not_finite` of the row says how many.
         """
         step = int(row["step"])
-        clean, replaced = _strict(row)
+        clean, replaced = strict(row)
         if replaced:
             clean[NOT_FINITE] = clean.get(NOT_FINITE, 0) + replaced
             self._not_finite += replaced
         if self._steps and step <= self._steps[-1]:
             self._metrics.edit(lambda rows: _merged(rows, clean))
         else:
-            self._metrics.append([_json(clean)])
+            self._metrics.append([to_json(clean)])
         if step not in self._steps:
             self._steps = sorted([*self._steps, step])
 
@@ -195,11 +189,11 @@ class RunFolder:
 
     def _dumps(self, value: Any, indent: int | None = None) -> str:
         try:
-            return _json(value, indent)
+            return to_json(value, indent)
         except ValueError:  # something is not finite: the slow way
-            clean, replaced = _strict(value)
+            clean, replaced = strict(value)
             self._not_finite += replaced
-            return _json(clean, indent)
+            return to_json(clean, indent)
 
     def _write(self, path: Path, text: str) -> None:
         try:
@@ -239,224 +233,6 @@ def rollout_records(group: Group, *, version: int, mask_truncated: bool = False)
             "logprobs": list(e.completion.logprobs),
             "versions": list(e.completion.versions),
         }
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file so that a reader, or a crash, finds the old text or all of the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
-
-
-# Secrets ---------------------------------------------------------------------------------------------------------
-
-_KEY_LINE = re.compile(
-    r"""^(?P<indent>\s*(?:-\s+)?)(?P<quote>["']?)(?P<key>[\w.+/@-]+)(?P=quote)(?P<sep>\s*[:=]\s*)(?P<value>.*)$"""
-)
-_INLINE = re.compile(
-    r"""(?P<head>(?P<quote>["']?)\b(?P<key>[\w.-]+)(?P=quote)\s*[:=]\s*)"""
-    r"""(?P<value>"[^"]*"|'[^']*'|[^\s,}\]&"']+)"""
-)
-_URL_LOGIN = re.compile(r"(?P<head>[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^/\s@]+(?=@)", re.IGNORECASE)
-_HARMLESS = re.compile(r"""(?:null|none|~|true|false|""|''|\[\]|\{\}|[-+]?[\d_.]+(?:e[-+]?\d+)?)""", re.IGNORECASE)
-_SECRET_WORDS = frozenset(
-    "secret secrets password passwd authorization credentials apikey accesskey privatekey secretkey".split()
-)
-_TEXT_TOKENS = frozenset("eos bos pad unk mask sep cls end stop start special per id ids limit budget".split())
-"""Words that make a key like `eos_token` or `token_ids` name a piece of text and not a credential."""
-
-
-def is_secret(key: str) -> bool:
-    """True for keys that name a credential: hf_token, api_key, wandbApiKey, password … but not max_new_tokens.
-
-    Only whole words of the key count, so `tokenizer` and `tokens` are not secrets.
-    """
-    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", key).lower())
-    if "token" in words and not _TEXT_TOKENS & set(words):
-        return True
-    return bool(_SECRET_WORDS & {*words, *(a + b for a, b in pairwise(words))})
-
-
-def redact(text: str) -> str:
-    """The configuration text with the values of secret keys, and passwords in URLs, blanked.
-
-    Numbers, booleans and null stay: they are no credentials, and `token: null` says something useful.
-    """
-    lines: list[str] = []
-    hidden: int | None = None  # indentation of a secret key whose value is on the lines below it
-    for line in text.splitlines(keepends=True):
-        body, end = line.rstrip("\r\n"), line[len(line.rstrip("\r\n")) :]
-        depth = len(body) - len(body.lstrip())
-        if hidden is not None and _belongs_to(hidden, body):
-            continue
-        hidden = None
-        found = _KEY_LINE.match(body)
-        if found and is_secret(found["key"]):
-            value = found["value"].strip()
-            if not value or value[0] in "|>":
-                hidden = depth
-                lines.append(f"{body[: found.start('value')].rstrip()} {REDACTED}{end}")
-                continue
-            if not _HARMLESS.fullmatch(value):
-                lines.append(f"{body[: found.start('value')]}{REDACTED}{end}")
-                continue
-        lines.append(_redact_inline(body) + end)
-    return "".join(lines)
-
-
-def _belongs_to(depth: int, body: str) -> bool:
-    """True for lines of the value of a key at that indentation: deeper, blank, or an item of its list."""
-    stripped = body.lstrip()
-    indent = len(body) - len(stripped)
-    return not stripped or indent > depth or (indent == depth and stripped.startswith("- "))
-
-
-def _redact_inline(body: str) -> str:
-    """Blanks secrets in flow mappings (`{token: abc}`), in overrides (`- reward.api_key=abc`) and in URLs."""
-
-    def blank(found: re.Match[str]) -> str:
-        keep = not is_secret(found["key"]) or _HARMLESS.fullmatch(found["value"])
-        return found[0] if keep else found["head"] + REDACTED
-
-    return _URL_LOGIN.sub(rf"\g<head>{REDACTED[1:-1]}", _INLINE.sub(blank, body))
-
-
-# Lines -----------------------------------------------------------------------------------------------------------
-
-
-class _Lines:
-    """Appends lines to a file so that every line in it is whole, whatever the disk does."""
-
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self.path = path
-        self.warn = warn
-        self.failed = 0
-        self.lost = 0
-        self.waiting: deque[bytes] = deque()
-        self._warned = False
-
-    def append(self, lines: Iterable[str]) -> None:
-        """Adds lines; those that cannot be written wait for the next call. Never raises."""
-        try:
-            # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
-            self.waiting.extend(line.encode("utf-8", "backslashreplace") + b"\n" for line in lines)
-        except (TypeError, ValueError) as error:  # a value no JSON can hold: this record is lost, the run is not
-            self.lost += 1
-            self._failure(error)
-        if self.waiting:
-            try:
-                _append(self.path, b"".join(self.waiting))
-                self.waiting.clear()
-            except OSError as error:
-                self._failure(error)
-        size = sum(map(len, self.waiting))
-        while size > RETRY_LIMIT_BYTES:
-            size -= len(self.waiting.popleft())
-            self.lost += 1
-
-    def edit(self, change: Callable[[Iterator[dict[str, Any]]], Iterable[dict[str, Any]]]) -> None:
-        """Replaces the file by what `change` makes of its rows, atomically. Never raises."""
-        self.append([])
-        if self.waiting:  # the file lacks rows, so there is nothing sound to edit
-            self.lost += 1
-            return
-        if not self.path.exists():
-            return
-        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        try:
-            with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                for row in change(read_lines(self.path)):
-                    file.write(_json(row) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
-        except OSError as error:
-            with suppress(OSError):
-                part.unlink()
-            self._failure(error)
-
-    def _failure(self, error: Exception) -> None:
-        self.failed += 1
-        if not self._warned:
-            self._warned = True
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            self.warn(
-                f"{self.path} cannot be written ({reason}); the run goes on, lines are kept in memory and tried again"
-            )
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON-lines file; a half-written line (a crash while writing) is left out."""
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    yield row
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Adds all of `data` or nothing, on a fresh line."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":  # left by a crash
-            size = _end_of_last_line(fd, size)
-        os.lseek(fd, size, os.SEEK_SET)
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(fd, data[written:])
-        except OSError:
-            os.ftruncate(fd, size)
-            raise
-        os.ftruncate(fd, size + written)
-    finally:
-        os.close(fd)
-
-
-def _end_of_last_line(fd: int, size: int) -> int:
-    block = 1 << 16
-    while size > 0:
-        start = max(0, size - block)
-        newline = os.pread(fd, size - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        size = start
-    return 0
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON; raises ValueError on NaN and infinities. What JSON has no type for is written as text."""
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    item = getattr(value, "item", None)  # a NumPy or Torch scalar
-    return item() if callable(item) else str(value)
-
-
-def _strict(value: Any) -> tuple[Any, int]:
-    """The value as strict JSON can hold it, and how many numbers became null for not being finite."""
-    if isinstance(value, float):
-        return (float(value), 0) if math.isfinite(value) else (None, 1)
-    if isinstance(value, Mapping):
-        items = [(str(key), *_strict(item)) for key, item in value.items()]
-        return {key: item for key, item, _ in items}, sum(n for _, _, n in items)
-    if isinstance(value, (list, tuple)):
-        pairs = [_strict(item) for item in value]
-        return [item for item, _ in pairs], sum(n for _, n in pairs)
-    if value is None or isinstance(value, (str, int)):
-        return value, 0
-    return _strict(_plain(value))
 
 
 # Rows ------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ started=$(date +%s)
 stage() { printf 'install: %4ds  %s\n' "$(($(date +%s) - started))" "$*"; }
 
 # --no-deps: the lock is complete, and pip would refuse it (torchstore's metadata pins an older torch).
-pip() { .venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps "$@" >>"$LOG" 2>&1; }
+# --no-compile: byte code for the part of 3 GB that is ever imported comes with the first import.
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-compile "$@" >>"$LOG" 2>&1; }
 
 explain() { grep -v '^WARNING' "$LOG" | tail -n 15 >&2; fail "$1 (above: the end of $LOG); run the same command again to retry"; }
 

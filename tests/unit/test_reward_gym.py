@@ -40,6 +40,11 @@ def test_the_key_scores_one_whatever_white_space_is_around_it(task: str, shape: 
     assert GymReward()(episode(entry, shape.format(entry["answer"]))) == 1.0
 
 
+def test_white_space_inside_the_answer_costs_nothing() -> None:
+    entry = first("spiral_matrix")
+    assert GymReward()(episode(entry, "  ".join(entry["answer"].split()) + "\n")) == 1.0
+
+
 def test_another_right_answer_scores_by_the_rules_of_the_task() -> None:
     entry = first("countdown")
     turned = f"({entry['answer']}) + 0"  # the value is right, but 0 is not one of the numbers
