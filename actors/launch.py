@@ -26,7 +26,7 @@ from forge.actors.reference import Reference
 from forge.actors.reward import RewardActor
 from forge.actors.trainer import Trainer
 from forge.config import GrpoConfig, to_yaml
-from forge.data import Dataset, Rows, build_dataset, load_rows
+from forge.data import Dataset, Rows, SkippedRow, build_dataset, load_rows
 from forge.engine_vllm import prepare_environment
 from forge.errors import ConfigError, DataError, ForgeError, PartFailed
 from forge.fetch import fetch
@@ -43,6 +43,10 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
 """How long parts may take to close before their processes are stopped."""
+
+
+LISTED_ROWS = 20
+"""Bad rows that a refusal lists."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -328,9 +332,10 @@ def _check_input(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
         )
     if config.model.path is not None:
         check_model_folder(Path(config.model.path))
-    rows = load_rows(config.data, seed=config.seed, answer_required=reward is None)
+    compares = reward is None and config.reward.name in ("math", "exact")
+    rows = load_rows(config.data, seed=config.seed, answer_required=compares)
     if reward is None and config.reward.name == "math":
-        _check_golds(rows)
+        rows = _gradable(rows, skip=config.data.skip_bad_rows)
     model = Path(config.model.path) if config.model.path is not None else fetch(config.model.name)
     if config.model.path is None:
         check_model_folder(model)
@@ -348,14 +353,25 @@ def _check_input(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
     return model, dataset, resume
 
 
-def _check_golds(rows: Rows) -> None:
-    """Refuse reference answers that no completion could be compared with."""
-    bad = [f"{r.id}: {problem}" for r in rows.rows if (problem := gold_problem(r.answer)) is not None]
-    if bad:
+def _gradable(rows: Rows, *, skip: bool) -> Rows:
+    """The rows whose reference answer a completion can be compared with; others are refused, or skipped and counted."""
+    bad = {r.id: problem for r in rows.rows if (problem := gold_problem(r.answer)) is not None}
+    if not bad:
+        return rows
+    if not skip:
+        listed = [f"{row_id}: {problem}" for row_id, problem in list(bad.items())[:LISTED_ROWS]]
         raise DataError(
-            [f"{len(bad)} of {len(rows.rows)} answers cannot be graded as math; use reward.name=exact, or mend: {bad[0]}"]
-            + bad[1:20]
+            [
+                f"{rows.source}: {len(bad)} of {len(rows.rows)} answers cannot be graded as math: mend them, set "
+                "data.skip_bad_rows=true, or use reward.name=exact",
+                *listed,
+            ]
         )
+    return replace(
+        rows,
+        rows=tuple(r for r in rows.rows if r.id not in bad),
+        skipped=rows.skipped + tuple(SkippedRow(id=i, reason=problem) for i, problem in bad.items()),
+    )
 
 
 async def _spawn_cast(
@@ -369,6 +385,8 @@ async def _spawn_cast(
     on_stage: Callable[[str], None],
     started: float,
 ) -> Run:
+    if dataset.skipped:
+        on_stage(f"{len(dataset.skipped)} rows skipped, the first: {dataset.skipped[0].id}: {dataset.skipped[0].reason}")
     on_stage("starting processes")
     watch_faults(lambda failure: log.warning("%s", failure.splitlines()[0] if failure else failure))
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))

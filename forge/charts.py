@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 
+from forge.formats import number
+
 WIDTH, WIDE, HEIGHT = 560, 1130, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 34
 """Margins: room for the numbers of the y axis, the values under the pointer and the x axis."""
 MOST_POINTS = 240
-"""More steps than this are drawn as means of neighbouring steps; a screen shows no more."""
+"""Of more steps than this, neighbours are drawn together; a screen shows no more."""
 COLOURS = 6
 
 CHART_STYLE = """
@@ -30,7 +32,9 @@ svg.chart { display: block; width: 100%; height: auto; font: 11px var(--font, sa
 .chart .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
 .chart .faint { stroke-width: 1.2; opacity: .55; }
 .chart .thin { stroke-width: 1.4; }
-.chart .dashed { stroke-dasharray: 5 4; stroke-width: 1.6; }
+.chart .many { stroke-width: 1.2; }
+.chart .dashed { stroke-dasharray: 6 5; stroke-width: 2; }
+.chart .halo { stroke: var(--card); stroke-width: 4.5; }
 .chart .mark { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 3 3; }
 .chart text.strong { fill: var(--ink); }
 .chart .hit rect { fill: transparent; }
@@ -57,16 +61,6 @@ class Series:
     """"" a solid line, "thin" or "faint" one that stays behind it, "dashed" one beside a stack, "dots"."""
 
 
-def number(value: float) -> str:
-    """A value as a person reads it: 1,240, 0.412, 3.1e-05."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e7 or size < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:,.0f}" if size >= 1e3 else f"{value:.3g}"
-
-
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers that span [low, high], at most `most` + 1 of them.
 
@@ -82,13 +76,34 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(n * step, 12) for n in range(first, last + 1)]
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """The points, or the means of equally many neighbours where there are more than `most`."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(len(points) / most)
-    blocks = [points[at : at + size] for at in range(0, len(points), size)]
-    return [(block[len(block) // 2][0], fmean(y for _, y in block)) for block in blocks]
+def blocks(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[Sequence[tuple[float, float]]]:
+    """The points in at most `most` runs of equally many neighbours."""
+    size = max(1, math.ceil(len(points) / most))
+    return [points[at : at + size] for at in range(0, len(points), size)]
+
+
+def means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points, or the mean of each run of neighbours where there are too many to draw."""
+    return [(block[len(block) // 2][0], fmean(y for _, y in block)) for block in blocks(points)]
+
+
+def extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points, or the lowest and the highest of each run of neighbours: a single spike stays visible."""
+    kept = [sorted({min(b, key=lambda p: p[1]), max(b, key=lambda p: p[1])}) for b in blocks(points)]
+    return [point for block in kept for point in block]
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """The numbers of an axis, with as many digits as it takes to tell them apart.
+
+    Example: [0.998, 1.0, 1.002] are "0.998", "1.000" and "1.002".
+    """
+    texts = [number(value) for value in values]
+    if len(set(texts)) == len(texts) or len(values) < 2:
+        return texts
+    digits = max(0, 1 - math.floor(math.log10(abs(values[1] - values[0]))))
+    texts = [f"{value:,.{digits}f}" for value in values]
+    return [text[:-1] for text in texts] if all("." in t and t.endswith("0") for t in texts) else texts
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -135,7 +150,7 @@ def line_chart(
         top: the y axis reaches at least this far.
         wide: drawn for the whole width of the page.
     """
-    shown = [Series(name=s.name, points=thinned(s.points), colour=s.colour, look=s.look) for s in series if s.points]
+    shown = [s for s in series if s.points]
     if not shown:
         return ""
     ys = [y for s in shown for _, y in s.points] + ([0.0] if zero else []) + ([top] if top is not None else [])
@@ -148,8 +163,8 @@ def stacked_bars(
     layers: Sequence[Series], *, label: str, lines: Sequence[Series] = (), unit: str = "", wide: bool = False
 ) -> str:
     """One bar a step, its layers on top of each other, and lines over them; "" when there is no bar."""
-    stacked = [Series(name=s.name, points=thinned(s.points), colour=s.colour) for s in layers if s.points]
-    over = [Series(name=s.name, points=thinned(s.points), colour=s.colour, look=s.look) for s in lines if s.points]
+    stacked = [Series(name=s.name, points=means(s.points), colour=s.colour) for s in layers if s.points]
+    over = [Series(name=s.name, points=means(s.points), colour=s.colour, look=s.look) for s in lines if s.points]
     if not stacked:
         return ""
     xs = sorted({x for s in [*stacked, *over] for x, _ in s.points})
@@ -225,16 +240,18 @@ def _svg(label: str, scale: _Scale, body: Sequence[str]) -> str:
 def _frame(scale: _Scale, *, whole: bool = False) -> str:
     """Grid, axes and their numbers."""
     parts = []
-    for value in scale.y_ticks:
+    for value, text in zip(scale.y_ticks, tick_texts(scale.y_ticks), strict=True):
         y = scale.y(value)
         kind = "axis" if value == scale.y_ticks[0] else "grid"
         parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{scale.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{y + 3.8:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(f'<text x="{LEFT - 7}" y="{y + 3.8:.1f}" text-anchor="end">{text}</text>')
     marks = [x for x in ticks(scale.x_low, scale.x_high, 8) if scale.x_low <= x <= scale.x_high and x == round(x)]
     if whole and scale.x_high - scale.x_low <= 24:
         marks = [float(x) for x in range(math.ceil(scale.x_low), math.floor(scale.x_high) + 1)]
     for value in marks or [round((scale.x_low + scale.x_high) / 2)]:
         parts.append(f'<text x="{scale.x(value):.1f}" y="{scale.floor + 17}" text-anchor="middle">{value:.0f}</text>')
+    if not whole:
+        parts.append(f'<text x="{LEFT - 7}" y="{scale.floor + 17}" text-anchor="end">step</text>')
     return "".join(parts)
 
 
@@ -244,14 +261,16 @@ def _line(series: Series, scale: _Scale) -> str:
             f'<circle class="f{series.colour}" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="4"/>'
             for x, y in series.points
         )
-    path = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in series.points)
-    return f'<polyline class="line {series.look} s{series.colour}" points="{path}"/>'
+    path = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in extremes(series.points))
+    halo = f'<polyline class="line halo" points="{path}"/>' if series.look == "dashed" else ""
+    many = " many" if len(series.points) > MOST_POINTS and series.look != "faint" else ""
+    return f'{halo}<polyline class="line {series.look}{many} s{series.colour}" points="{path}"/>'
 
 
 def _hits(series: Sequence[Series], xs: Sequence[float], scale: _Scale, unit: str, *, dots: bool = True) -> str:
     """One invisible strip a step, which shows the values of its step while the pointer is over it."""
     values = [(s, dict(s.points)) for s in series]
-    xs = xs if len(xs) <= MOST_POINTS else xs[:: math.ceil(len(xs) / MOST_POINTS)]
+    xs = xs[:: max(1, math.ceil(len(xs) / MOST_POINTS))]
     parts = []
     for at, x in enumerate(xs):
         begin = scale.x((xs[at - 1] + x) / 2) if at else LEFT

@@ -112,10 +112,11 @@ def build_dataset(
             if skipped
             else f"{rows.source} holds no rows"
         )
-    chosen = _choose_heldout(prompts, config.heldout)
+    asked = min(100, len(prompts) // 10) if config.heldout is None else config.heldout
+    chosen = _choose_heldout(prompts, asked)
     training = tuple(p for i, p in enumerate(prompts) if i not in chosen)
     heldout = tuple(p for i, p in enumerate(prompts) if i in chosen)
-    _check_counts(rows.source, config.heldout, len(training), len(heldout), prompts_per_step)
+    _check_counts(rows.source, config.heldout or 0, len(training), len(heldout), prompts_per_step)
     return Dataset(prompts=training, heldout=heldout, skipped=rows.skipped + tuple(skipped), seed=seed)
 
 

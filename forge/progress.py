@@ -39,6 +39,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from forge.formats import duration, number
+
 REFRESHES_PER_SECOND = 8
 TREND_STEPS = 5
 """The trend compares the mean reward of the last so many steps with that of as many before them."""
@@ -85,13 +87,9 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 1 else duration(value)
 
 
-def _significant(value: float) -> str:
-    return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.1e}"
-
-
 CELLS: Sequence[_Cell] = (
-    _Cell(name="loss", short="loss", value=_key("loss/policy"), form=_significant),
-    _Cell(name="grad norm", short="grad", value=_key("trainer/grad_norm"), form=_significant),
+    _Cell(name="loss", short="loss", value=_key("loss/policy"), form=number),
+    _Cell(name="grad norm", short="grad", value=_key("trainer/grad_norm"), form=number),
     _Cell(name="lr", short="lr", value=_key("trainer/lr"), form=lambda v: f"{v:.1e}"),
     _Cell(name="tokens/s", short="tok/s", value=_key("rollout/tokens_per_second"), form=lambda v: f"{v:,.0f}"),
     _Cell(name="age max", short="age", value=_key("age/max"), form=lambda v: f"{v:.0f}"),
@@ -228,8 +226,8 @@ class Progress:
             lines += [self._bar(width), self._reward_line(width), *self._cell_lines(width)]
         if not self._over:
             lines.append(self._now_line())
-        for number, line in enumerate(lines):
-            if number:
+        for at, line in enumerate(lines):
+            if at:
                 yield Segment.line()
             if isinstance(line, Text):
                 line.truncate(options.max_width, overflow="ellipsis" if self._unicode() else "crop")
@@ -259,7 +257,7 @@ class Progress:
         trend, style = trend_of(self.rewards)
         blocks = BLOCKS if self._unicode() else ASCII_BLOCKS
         arrow = {"up": "↗", "down": "↘", "level": "→"}[trend] if self._unicode() else trend
-        line.append(f"{_significant(self.rewards[-1]):>9} ", style="bold not dim")
+        line.append(f"{number(self.rewards[-1]):>9} ", style="bold not dim")
         line.append(f"{arrow} ", style=f"{style} not dim")
         return line.append(sparkline(self.rewards[-max(0, width - 26) :], blocks), style=f"{style} not dim")
 
@@ -331,7 +329,7 @@ class Progress:
 
     def _plain_step(self) -> str:
         reward = self.metrics.get("reward/mean")
-        shown = "-" if reward is None else f"{_significant(reward)} {trend_of(self.rewards)[0]}"
+        shown = "-" if reward is None else f"{number(reward)} {trend_of(self.rewards)[0]}"
         parts = [f"step {self.current}/{self.total_steps}", f"reward {shown}"]
         for cell in CELLS:
             value = cell.value(self.metrics)
@@ -414,7 +412,7 @@ def _plain_value(key: str, value: Any) -> str:
         return _seconds(value)
     if key.endswith("_gib"):
         return f"{value:.1f} GiB"
-    return f"{value:,}" if isinstance(value, int) else (f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.3g}")
+    return f"{value:,}" if isinstance(value, int) else number(value)
 
 
 # Small parts -----------------------------------------------------------------------------------------------------
@@ -425,15 +423,6 @@ def is_terminal(stream: TextIO) -> bool:
     with suppress(ValueError, AttributeError):  # closed, or not a real stream
         return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     return False
-
-
-def duration(seconds: float) -> str:
-    """Example: 3.2 s, 1:24, 1:02:03."""
-    if seconds < 60:
-        return f"{max(0.0, seconds):.1f} s" if seconds < 59.95 else "1:00"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def sparkline(values: Sequence[float], blocks: str = BLOCKS) -> str:

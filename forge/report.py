@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from forge.charts import CHART_STYLE, number
+from forge.charts import CHART_STYLE
 from forge.errors import ForgeError
+from forge.formats import duration, number
 from forge.jsonl import write_atomic
-from forge.progress import duration
 from forge.report_data import MOST_ROLLOUT_BYTES, Points, RunRecord, is_finite, read_run
 from forge.report_figures import sections
 
@@ -56,21 +56,16 @@ def _tiles(run: RunRecord) -> str:
     age = s.get("max_age_measured", max((y for _, y in run.points("age/max")), default=None))
     failures = s.get("failures")
     failed = sum(v for v in failures.values() if is_finite(v)) if isinstance(failures, dict) else failures
+    bound, first_step = s.get("max_age_bound"), s.get("time_to_first_step_seconds")
+    steps = s["steps"] if is_finite(s.get("steps")) else len(run.rows)
     sampled = run.total("reward/count") + run.total("reward/failed") or run.episodes
     tiles = [
         _change("Reward", first, last, "mean of the first 3 and last 5 steps"),
         _change("Held-out reward", s.get("heldout_before"), s.get("heldout_after"), "before and after, greedy"),
-        ("Steps", number(s.get("steps", len(run.rows))), "optimizer steps"),
-        _tile(
-            "Wall time", s.get("wall_seconds"), duration, f"first step after {_shown(s, 'time_to_first_step_seconds')}"
-        ),
+        _tile("Steps", steps, number, "optimizer steps"),
+        _tile("Wall time", s.get("wall_seconds"), duration, _if("first step after ", first_step, duration)),
         _tile("Tokens per second", speed, number, "sampled, all generators"),
-        _tile(
-            "Largest age",
-            age,
-            number,
-            f"bound {number(s['max_age_bound'])}" if is_finite(s.get("max_age_bound")) else "",
-        ),
+        _tile("Largest age", age, number, _if("bound ", bound, number)),
         _tile("Weight sync", s.get("weight_sync_seconds"), lambda v: f"{v:.2f} s", "median, publish to live"),
         _tile("Peak memory", s.get("peak_rss_gib"), lambda v: f"{v:.1f} GiB", "all processes"),
         _tile("Completions", sampled or None, number, "sampled and scored"),
@@ -96,8 +91,9 @@ def _change(name: str, before: Any, after: Any, note: str) -> tuple[str, str, st
     return name, f"{number(before)} → {number(after)} {change}", note
 
 
-def _shown(summary: Mapping[str, Any], key: str) -> str:
-    return duration(summary[key]) if is_finite(summary.get(key)) else "an unknown time"
+def _if(words: str, value: object, form: Callable[[float], str]) -> str:
+    """The words and the value, or nothing when there is no value."""
+    return words + form(value) if is_finite(value) else ""
 
 
 def _median(points: Points) -> float | None:
@@ -148,52 +144,55 @@ def _failures(run: RunRecord) -> str:
         if is_finite(count) and count and not (part == "reward" and run.total("reward/failed")):
             rows.append((FAILURE_NAMES.get(part, str(part)), count, "counted by the run"))
     rows += [(name, run.total(key), meaning) for key, name, meaning in COUNTED if run.total(key)]
-    error = run.summary.get("error") or run.summary.get("reason")
-    stop = f'<p class="error">{escape(str(error))}</p>' if error else ""
     if not rows:
-        return f'{stop}{_fates(run)}<p class="quiet">Nothing failed.</p>'
-    body = "".join(
-        f"<tr><td>{escape(n)}</td><td class=num>{number(c)}</td><td>{escape(m)}</td></tr>" for n, c, m in rows
-    )
-    table = f"<table><thead><tr><th>what<th class=num>how often<th>meaning</tr></thead><tbody>{body}</tbody></table>"
+        return f'{_fates(run)}<p class="quiet">No failure was counted.</p>'
+    body = [
+        f"<tr><td>{escape(name)}</td><td class=num>{number(count)}</td><td>{escape(meaning)}</td></tr>"
+        for name, count, meaning in rows
+    ]
+    table = _table("<tr><th>what<th class=num>how often<th>what became of it</tr>", body)
     said = "".join(f"<li><b>{n} ×</b> {escape(text)}</li>" for text, n in run.reasons.most_common(8))
-    return (
-        stop + _fates(run) + table + (f"<p>What scoring failures said:</p><ul class=said>{said}</ul>" if said else "")
-    )
+    listed = f"<p>What scoring failures said:</p><ul class=said>{said}</ul>" if said else ""
+    return _fates(run) + table + listed
 
 
 def _samples(run: RunRecord) -> str:
     """Held-out answers before and after; without them, completions from the first and the last step."""
+    kind = "samples" if run.samples else "examples"
     if run.samples:
         head = "<tr><th>question<th>expected<th>before<th>after</tr>"
         rows = [
             f"<tr><td>{_text(s.get('question'))}</td><td>{_text(s.get('answer'))}</td>"
             f"<td>{_answer(s.get('before'), s.get('reward_before'))}</td>"
             f"<td>{_answer(s.get('after'), s.get('reward_after'))}</td></tr>"
-            for s in sorted(run.samples, key=_gain, reverse=True)
+            for s in run.samples
         ]
-        note = "Greedy answers to held-out rows, by the initial and by the trained policy; largest gains first."
+        gains = [_gain(s) for s in run.samples]
+        better, worse = sum(g > 0 for g in gains), sum(g < 0 for g in gains)
+        note = (
+            f"Greedy answers to held-out rows, by the initial and by the trained policy, in the order of the data: "
+            f"{better} better, {worse} worse, {len(gains) - better - worse} rewarded the same."
+        )
     elif run.first:
         head = "<tr><th>step<th>question<th>expected<th>completion</tr>"
         shown = run.first if run.first[0]["step"] == run.last[0]["step"] else [*run.first, *run.last]
         rows = [
-            f"<tr><td class=num>{e['step']}</td><td>{_text(e['question'])}</td><td>{_text(e['answer'])}</td>"
+            f"<tr><td>{e['step']}</td><td>{_text(e['question'])}</td><td>{_text(e['answer'])}</td>"
             f"<td>{_answer(e['text'], e['reward'])}</td></tr>"
             for e in shown
         ]
         note = "Completions sampled in the first and in the last step."
     else:
         return '<p class="quiet">No samples were recorded.</p>'
-    table = _table(head, rows[:MOST_EXAMPLES], "samples")
+    table = _table(head, rows[:MOST_EXAMPLES], kind)
     more = rows[MOST_EXAMPLES:]
     folded = f"<details><summary>{len(more)} more</summary>{_table(head, more, 'samples')}</details>" if more else ""
     return f"<p>{note}</p>{table}{folded}"
 
 
 def _table(head: str, rows: Iterable[str], kind: str = "") -> str:
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
+    body = "".join(rows)
+    return f'<div class="scroll"><table class="{kind}"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _gain(sample: Mapping[str, Any]) -> float:
@@ -215,15 +214,20 @@ def _answer(text: Any, reward: Any) -> str:
     return f'{_text(text)}<span class="chip {kind}">{shown}</span>'
 
 
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    return number(value) if is_finite(value) else str(value)
+
+
 def _calibration(run: RunRecord) -> str:
-    columns = list(
-        dict.fromkeys(key for row in run.calibration for key, v in row.items() if not isinstance(v, (dict, list)))
-    )
+    plain = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in run.calibration]
+    columns = list(dict.fromkeys(key for row in plain for key in row))
     head = "<tr>" + "".join(f"<th>{escape(key.replace('_', ' '))}" for key in columns) + "</tr>"
     rows = []
-    for row in run.calibration:
-        kind = {True: "accepted", False: "rejected"}.get(row.get("accepted"), "")  # type: ignore[call-overload]
-        cells = "".join(f"<td>{escape(number(v) if is_finite(v) else str(v))}</td>" for v in map(row.get, columns))
+    for row in plain:
+        kind = "" if "accepted" not in row else "accepted" if row["accepted"] is True else "rejected"
+        cells = "".join(f"<td>{escape(_cell(v))}</td>" for v in map(row.get, columns))
         rows.append(f'<tr class="{kind}">{cells}</tr>')
     note = "Each time scales were estimated from fresh rollouts: what was measured, and whether the gate took them."
     return f"<p>{note}</p>{_table(head, rows)}"
@@ -251,7 +255,8 @@ def page(run: RunRecord) -> str:
     parts.append(f'<section><h2>What was lost on the way?</h2><div class="card">{_failures(run)}</div></section>')
     if run.calibration:
         parts.append(f'<section><h2>Calibration</h2><div class="card">{_calibration(run)}</div></section>')
-    parts.append(f'<section><h2>Before and after</h2><div class="card">{_samples(run)}</div></section>')
+    heading = "Before and after" if run.samples else "Samples"
+    parts.append(f'<section><h2>{heading}</h2><div class="card">{_samples(run)}</div></section>')
     if run.config:
         parts.append(
             f"<section><h2>Configuration</h2><details class=card><summary>config.yaml, as resolved</summary>"
@@ -269,12 +274,15 @@ def page(run: RunRecord) -> str:
 
 
 def _verdict(run: RunRecord) -> str:
-    """One sentence on what came out."""
+    """One sentence on what came out, or why it ended."""
+    error = run.summary.get("error") or run.summary.get("reason")
+    if error:
+        return f'<p class="error">{escape(str(error))}</p>'
     before, after = run.summary.get("heldout_before"), run.summary.get("heldout_after")
     if is_finite(before) and is_finite(after):
         move = "rose" if after > before else "fell" if after < before else "stayed"
         where = f"from {number(before)} to {number(after)}" if after != before else f"at {number(after)}"
-        return f'<p class="verdict">Held-out reward {move} {where} in {len(run.rows)} steps.</p>'
+        return f'<p class="verdict">Held-out reward {move} {where} in {len(run.rows):,} steps.</p>'
     return ""
 
 
@@ -282,9 +290,8 @@ def _footer(run: RunRecord) -> str:
     rollouts = f"{run.episodes:,} episodes in rollouts.jsonl"
     if run.partly:
         rollouts += f" (only its last {MOST_ROLLOUT_BYTES // 2**20} MiB were read)"
-    return (
-        f"Made from {len(run.rows):,} steps in metrics.jsonl and {rollouts}. Hold the pointer over a chart for values."
-    )
+    made = f"Made from {len(run.rows):,} steps in metrics.jsonl and {rollouts}."
+    return f"{made} Hold the pointer over a chart for its values."
 
 
 STYLE = """
@@ -311,7 +318,7 @@ h3 { margin: 0 0 4px; font-size: 15px; }
 .change { font-size: 13px; padding: 1px 8px; vertical-align: 3px; background: var(--page); color: var(--muted); }
 .good, .better { background: var(--good-bg); color: var(--good); }
 .bad, .worse { background: var(--bad-bg); color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); gap: 12px; margin: 22px 0 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; margin: 22px 0 0; }
 .tile, .card { background: var(--card); border: 1px solid var(--edge); border-radius: 12px; }
 .tile { padding: 12px 16px 13px; }
 .tile dt { color: var(--muted); font-size: 13px; }
@@ -320,7 +327,8 @@ h3 { margin: 0 0 4px; font-size: 15px; }
 .tile:has(.change) { grid-column: span 2; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 16px; }
 .card { margin: 0; padding: 16px 18px; min-width: 0; }
-.wide { grid-column: 1 / -1; }
+.wide { grid-column: 1 / -1; overflow-x: auto; }
+.wide svg.chart { min-width: 680px; }
 figcaption { margin-top: 6px; color: var(--muted); font-size: 13.5px; line-height: 1.5; max-width: 84ch; }
 .keys { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--muted); margin-bottom: 4px; }
 .key { display: inline-flex; align-items: center; gap: 6px; }
@@ -338,6 +346,7 @@ th, td { padding: 8px 14px 8px 0; border-bottom: 1px solid var(--grid); vertical
 tbody tr:last-child td { border-bottom: 0; }
 .num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; padding-right: 22px; }
 .samples td { min-width: 90px; }
+.examples td:last-child { width: 60%; min-width: 220px; }
 .samples td:nth-child(n + 3) { min-width: 220px; }
 tr.rejected td:first-child { box-shadow: inset 3px 0 var(--bad); padding-left: 10px; }
 tr.accepted td:first-child { box-shadow: inset 3px 0 var(--good); padding-left: 10px; }

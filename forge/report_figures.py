@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from forge.charts import Series, histogram, line_chart, number, stacked_bars
+from forge.charts import Series, histogram, line_chart, stacked_bars
+from forge.formats import number
 from forge.report_data import Points, RunRecord, is_finite
 
 
@@ -37,11 +38,10 @@ def _lines(
 def _reward(run: RunRecord) -> str:
     points = run.points("reward/mean")
     window = max(5, len(points) // 20)
+    smooth = running_mean(points, window) if len(points) > 2 else []
     series = [
-        Series(name="each step", points=points, colour=0, look="faint" if len(points) > 2 else ""),
-        Series(
-            name=f"mean of {window} steps", points=running_mean(points, window) if len(points) > 2 else [], colour=0
-        ),
+        Series(name="each step", points=points, colour=0, look="faint" if smooth else ""),
+        Series(name=f"mean of {window} steps", points=smooth, colour=0),
         Series(name="held-out rows", points=run.points("eval/mean_reward"), colour=1, look="dots"),
     ]
     meaning = (
@@ -83,11 +83,11 @@ def _signal(run: RunRecord) -> str:
 
 
 def _ages(run: RunRecord) -> str:
-    counts: Counter[int] = Counter()
+    counts: dict[int, float] = {}
     for row in run.rows:
         for key, value in row.items():
             if (found := re.fullmatch(r"age/(-?\d+)", key)) and is_finite(value) and value:
-                counts[int(found[1])] += value
+                counts[int(found[1])] = counts.get(int(found[1]), 0.0) + value
     bound = run.summary.get("max_age_bound")
     mark = (float(bound), f"bound {number(bound)}") if is_finite(bound) and bound < 64 else None
     meaning = (
@@ -151,116 +151,124 @@ def _totals(series: Sequence[Series]) -> Counter[float]:
 def sections(run: RunRecord) -> Iterator[tuple[str, list[str]]]:
     """The figures under their headings; figures without data are empty strings."""
     yield "Does it learn?", [_reward(run), _components(run), _signal(run)]
-    yield (
-        "Is the training healthy?",
-        [
-            _lines(
-                run,
-                "Policy loss",
-                "The clipped objective that is minimised. It hovers around zero by design and is no measure of "
-                "progress; what matters is that it does not drift or spike.",
-                ("loss/policy", "policy loss", 0, ""),
-            ),
-            _lines(
-                run,
-                "Gradient norm",
-                "Length of the gradient before clipping. Spikes mean unusual batches; steady growth means the "
-                "learning rate is too high.",
-                ("trainer/grad_norm", "gradient norm", 0, ""),
-                zero=True,
-            ),
-            _lines(
-                run,
-                "Entropy",
-                "How undecided the policy is per token. It falls while it learns; near zero it has stopped exploring.",
-                ("policy/entropy", "entropy", 3, ""),
-                zero=True,
-                unit=" nats",
-            ),
-            _lines(
-                run,
-                "Divergence (KL)",
-                "How far policies are apart, in nats per token: the trained one from the one that sampled (should stay "
-                "near zero), and from the initial one (grows as it learns).",
-                ("logprob_gap/kl_sampler_trainer", "from the sampler", 1, ""),
-                ("loss/kl_reference", "from the initial policy", 0, ""),
-                zero=True,
-            ),
-            _learning_rate(run),
-        ],
-    )
-    yield (
-        "What do completions look like?",
-        [
-            _lines(
-                run,
-                "Completion length",
-                "Tokens per completion, the mean and the longest of each step.",
-                ("completion/tokens_mean", "mean", 0, ""),
-                ("completion/tokens_max", "longest", 4, "thin"),
-                zero=True,
-            ),
-            _lines(
-                run,
-                "Cut off at the length limit",
-                "Share of completions that hit the limit before they ended. A rising share often means rambling.",
-                ("completion/truncated_share", "share cut off", 1, ""),
-                zero=True,
-            ),
-        ],
-    )
-    yield (
-        "Is the data fresh?",
-        [
-            _ages(run),
-            _lines(
-                run,
-                "Effective sample share",
-                "How much of the batch still counts after re-weighting data from older weights: 1 is all of it, and "
-                "the lower it gets the noisier the gradient. Beside it the share of tokens beyond the clip range.",
-                ("ratio/effective_sample_share", "effective sample share", 2, ""),
-                ("ratio/outside_clip", "outside the clip range", 1, ""),
-                zero=True,
-                top=1.0,
-            ),
-            _lines(
-                run,
-                "Importance ratio",
-                "Mean of new over old probability of the trained tokens. It stays close to 1.",
-                ("ratio/mean", "mean ratio", 0, ""),
-            ),
-            _lines(
-                run,
-                "Log-prob gap between trainer and sampler",
-                "For the same tokens, how far the trainer's log-probs are from the sampler's. The floor is numerical "
-                "(two engines); a jump means the sampler runs other weights than it says.",
-                ("logprob_gap/mean", "mean", 0, ""),
-                ("logprob_gap/max", "largest token", 4, "thin"),
-                zero=True,
-            ),
-        ],
-    )
-    yield (
-        "Where does the time go?",
-        [
-            _timeline(run),
-            _lines(
-                run,
-                "Rollout speed",
-                "Tokens sampled per second, all generators together.",
-                ("rollout/tokens_per_second", "tokens per second", 2, ""),
-                zero=True,
-            ),
-            _lines(
-                run,
-                "Weight sync",
-                "Seconds from publishing new weights until the generators sample with them.",
-                ("weights/sync_seconds", "publish to live", 1, ""),
-                zero=True,
-                unit=" s",
-            ),
-        ],
-    )
+    yield "Is the training healthy?", _health(run)
+    yield "What do completions look like?", _completions(run)
+    yield "Is the data fresh?", _freshness(run)
+    yield "Where does the time go?", _time(run)
+
+
+def _health(run: RunRecord) -> list[str]:
+    """Curves that show trouble early."""
+    return [
+        _lines(
+            run,
+            "Policy loss",
+            "The clipped objective that is minimised. It hovers around zero by design and is no measure of "
+            "progress; what matters is that it does not drift or spike.",
+            ("loss/policy", "policy loss", 0, ""),
+        ),
+        _lines(
+            run,
+            "Gradient norm",
+            "Length of the gradient before clipping. Spikes mean unusual batches; steady growth means the "
+            "learning rate is too high.",
+            ("trainer/grad_norm", "gradient norm", 0, ""),
+            zero=True,
+        ),
+        _lines(
+            run,
+            "Entropy",
+            "How undecided the policy is per token. It falls while it learns; near zero it has stopped exploring.",
+            ("policy/entropy", "entropy", 3, ""),
+            zero=True,
+            unit=" nats",
+        ),
+        _lines(
+            run,
+            "Divergence (KL)",
+            "How far policies are apart, in nats per token: the trained one from the one that sampled (should stay "
+            "near zero), and from the initial one (grows as it learns).",
+            ("logprob_gap/kl_sampler_trainer", "from the sampler", 1, ""),
+            ("loss/kl_reference", "from the initial policy", 0, ""),
+            zero=True,
+        ),
+        _learning_rate(run),
+    ]
+
+
+def _completions(run: RunRecord) -> list[str]:
+    """How long completions are."""
+    return [
+        _lines(
+            run,
+            "Completion length",
+            "Tokens per completion, the mean and the longest of each step.",
+            ("completion/tokens_mean", "mean", 0, ""),
+            ("completion/tokens_max", "longest", 4, "thin"),
+            zero=True,
+        ),
+        _lines(
+            run,
+            "Cut off at the length limit",
+            "Share of completions that hit the limit before they ended. A rising share often means rambling.",
+            ("completion/truncated_share", "share cut off", 1, ""),
+            zero=True,
+        ),
+    ]
+
+
+def _freshness(run: RunRecord) -> list[str]:
+    """How far the sampling policy was from the trained one."""
+    return [
+        _ages(run),
+        _lines(
+            run,
+            "Effective sample share",
+            "How much of the batch still counts after re-weighting data from older weights: 1 is all of it, and "
+            "the lower it gets the noisier the gradient. Beside it the share of tokens beyond the clip range.",
+            ("ratio/effective_sample_share", "effective sample share", 2, ""),
+            ("ratio/outside_clip", "outside the clip range", 1, ""),
+            zero=True,
+            top=1.0,
+        ),
+        _lines(
+            run,
+            "Importance ratio",
+            "Mean of new over old probability of the trained tokens. It stays close to 1.",
+            ("ratio/mean", "mean ratio", 0, ""),
+        ),
+        _lines(
+            run,
+            "Log-prob gap between trainer and sampler",
+            "For the same tokens, how far the trainer's log-probs are from the sampler's. The floor is numerical "
+            "(two engines); a jump means the sampler runs other weights than it says.",
+            ("logprob_gap/mean", "mean", 0, ""),
+            ("logprob_gap/max", "largest token", 4, "thin"),
+            zero=True,
+        ),
+    ]
+
+
+def _time(run: RunRecord) -> list[str]:
+    """What each step waited for."""
+    return [
+        _timeline(run),
+        _lines(
+            run,
+            "Rollout speed",
+            "Tokens sampled per second, all generators together.",
+            ("rollout/tokens_per_second", "tokens per second", 2, ""),
+            zero=True,
+        ),
+        _lines(
+            run,
+            "Weight sync",
+            "Seconds from publishing new weights until the generators sample with them.",
+            ("weights/sync_seconds", "publish to live", 1, ""),
+            zero=True,
+            unit=" s",
+        ),
+    ]
 
 
 def running_mean(points: Points, window: int) -> Points:

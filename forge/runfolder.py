@@ -206,6 +206,8 @@ class RunFolder:
 def rollout_records(group: Group, *, version: int, mask_truncated: bool = False) -> Iterator[dict[str, Any]]:
     """The lineage of each episode of a group that a step on weights `version` consumed."""
     sampled = any(e.num_response_tokens for e in group.episodes)
+    oldest, newest = (group.min_version, group.max_version) if sampled else (None, None)
+    age = None if oldest is None else version - oldest
     for e in group.episodes:
         dropped = _why_not_trained(group, e, mask_truncated)
         yield {
@@ -220,9 +222,9 @@ def rollout_records(group: Group, *, version: int, mask_truncated: bool = False)
             "failure": e.failure,
             "advantage": e.advantage,
             "trained_version": version,
-            "min_version": group.min_version if sampled else None,
-            "max_version": group.max_version if sampled else None,
-            "age": version - group.min_version if sampled else None,
+            "min_version": oldest,
+            "max_version": newest,
+            "age": age,
             "replica": e.completion.replica,
             "finish_reason": e.completion.finish_reason.value,
             "prompt_tokens": len(e.prompt.token_ids),

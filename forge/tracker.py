@@ -128,8 +128,8 @@ class TensorBoardTracker:
     name = "TensorBoard"
 
     def __init__(self, directory: Path, *, after_step: int = 0) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary

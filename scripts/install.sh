@@ -31,7 +31,8 @@ find_python() {
     for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
         if right_version "$candidate"; then command -v "$candidate"; return; fi
     done
-    fail "needs Python 3.11 or 3.12, found $(python3 --version 2>/dev/null || echo 'no python3'); set PYTHON=/path/to/python3.12"
+    found=$("${PYTHON:-python3}" --version 2>/dev/null || echo "no ${PYTHON:-python3}")
+    fail "needs Python 3.11 or 3.12, found $found; install one or set PYTHON=/path/to/it"
 }
 
 started=$(date +%s)
@@ -54,6 +55,7 @@ if [ -f "$stamp" ] && [ -x .venv/bin/python ]; then              # only pyprojec
     exit 0
 fi
 
+rmdir .venv 2>/dev/null || true
 if [ -e .venv ]; then
     [ -f .venv/forge-building ] || fail ".venv exists and was not made by this script; move it away and try again"
     other=$(cat .venv/forge-building)

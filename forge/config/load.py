@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from forge.config.schema import GrpoConfig
 from forge.errors import ConfigError
@@ -202,38 +202,39 @@ def _assign(config: Any, schema: type, source: str, key: str, value: Any, proble
         problems.append(f"{source}: {key} must be {expected}, got {value!r} ({str(error).splitlines()[0]})")
 
 
+def _parts(kind: Any) -> tuple[Any, bool]:
+    """The type itself, and whether null is allowed beside it."""
+    args = get_args(kind)
+    if type(None) in args:
+        return next(a for a in args if a is not type(None)), True
+    return kind, False
+
+
 def _fits(kind: Any, value: Any) -> bool:
-    text = str(kind)
+    kind, optional = _parts(kind)
     if value is None:
-        return "None" in text
+        return optional
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float)
+    if kind is int:
+        return isinstance(value, int)
+    if kind is str:
+        return isinstance(value, str | int | float) and not (optional and value in ("None", "none"))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return value in [e.value for e in kind]
-    if kind is bool:
-        return isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if "str" in text and "dict" not in text:
-        if value in ("None", "none") and "None" in text:
-            return False
-        return isinstance(value, str | int | float) and not isinstance(value, bool)
-    return isinstance(value, Mapping)
+    return kind is not bool and isinstance(value, Mapping)
 
 
 def _describe(kind: Any) -> str:
-    text = str(kind)
+    kind, optional = _parts(kind)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return "one of " + ", ".join(e.value for e in kind)
-    if kind is bool:
-        return "true or false"
-    if kind is int:
-        return "a whole number"
-    if kind is float:
-        return "a number"
-    if "dict" in text:
-        return "keys and values, for example {min_terms: 2}"
-    return "text or null" if "None" in text else "text"
+        text = "one of " + ", ".join(e.value for e in kind)
+    else:
+        text = names.get(kind, "keys and values, for example {min_terms: 2}")
+    return text + (" or null" if optional else "")
 
 
 def _nearest(word: str, options: Sequence[str]) -> str:

@@ -86,8 +86,9 @@ class DataConfig:
     """User message; `{question}` is replaced by the row's question."""
     plain_text: bool = False
     """Send the user message as plain text, without a chat template (for base models)."""
-    heldout: int = 100
-    """Rows set aside for evaluation; they are never trained on. 0 turns evaluation off."""
+    heldout: int | None = None
+    """Rows set aside for evaluation; they are never trained on. null takes a tenth, at most 100; 0 turns evaluation
+    off."""
     skip_bad_rows: bool = False
     """Skip and count rows that fail validation instead of refusing the dataset."""
 
@@ -99,8 +100,10 @@ class DataConfig:
             yield f"data.path={self.path} does not exist: give a JSONL or Parquet file or a dataset folder"
         if self.rows < 1:
             yield f"data.rows must be at least 1, got {self.rows}"
-        if self.heldout < 0:
+        if self.heldout is not None and self.heldout < 0:
             yield f"data.heldout must be 0 or more rows, got {self.heldout}"
+        if self.question == self.answer:
+            yield f"data.question and data.answer name the same column {self.question!r}: completions would be given away"
         if "{question}" not in self.template:
             yield f"data.template must contain {{question}}, got {self.template!r}"
 

@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from forge.progress import BLOCKS, Progress, duration, sparkline, summary_rows, summary_table, trend_of
+from forge.progress import BLOCKS, Progress, sparkline, summary_rows, summary_table, trend_of
 
 METRICS: Mapping[str, float] = {
     "reward/mean": 0.4123,
@@ -289,14 +289,6 @@ def test_a_summary_on_a_terminal_uses_arrows() -> None:
     assert "0.21 → 0.834" in run_on_terminal(script=script)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.0 s"), (3.24, "3.2 s"), (59.94, "59.9 s"), (59.96, "1:00"), (84, "1:24"), (3723, "1:02:03"), (-1, "0.0 s")],
-)
-def test_durations_read_naturally(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 def test_a_sparkline_spans_its_range_and_is_flat_for_equal_values() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
     assert sparkline([0.5, 0.5]) == "▅▅"
@@ -316,3 +308,10 @@ def test_a_sparkline_spans_its_range_and_is_flat_for_equal_values() -> None:
 )
 def test_the_trend_compares_the_last_steps_with_those_before(rewards: list[float], trend: str) -> None:
     assert trend_of(rewards)[0] == trend
+
+
+def test_failures_that_did_not_happen_are_not_listed() -> None:
+    assert summary_rows({"failures": {"reward": 0, "generator 0": 2, "trackers/failed": 0.0}}) == [
+        ("failures", "generator 0 2")
+    ]
+    assert summary_rows({"failures": {"reward": 0}}) == [("failures", "none")]

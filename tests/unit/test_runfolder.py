@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import forge.runfolder as runfolder
+import forge.jsonl as jsonl
 from forge.errors import ConfigError, ForgeError
-from forge.runfolder import RunFolder, is_secret, redact
+from forge.runfolder import RunFolder
 from forge.types import Completion, Episode, FinishReason, Group, Prompt
 
 
@@ -326,7 +326,7 @@ def test_a_record_that_is_a_directory_is_counted_and_warned_about_once(tmp_path:
 
 
 def test_lines_that_wait_too_long_are_given_up_oldest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runfolder, "RETRY_LIMIT_BYTES", 40)  # '{"step": 2}\n' is 12 bytes: three fit
+    monkeypatch.setattr(jsonl, "RETRY_LIMIT_BYTES", 40)  # '{"step": 2}\n' is 12 bytes: three fit
     folder = RunFolder.create(tmp_path, "grpo", "x", warn=lambda _: None)
     free = full_disk(monkeypatch, room=0)
     for step in range(1, 6):
@@ -359,46 +359,3 @@ def test_a_config_that_cannot_be_written_stops_the_start(folder: RunFolder) -> N
 def test_the_config_is_written_without_its_secrets(folder: RunFolder) -> None:
     folder.write_config("steps: 3\ntracker:\n  wandb_api_key: abc123\n")
     assert folder.config.read_text() == 'steps: 3\ntracker:\n  wandb_api_key: "<redacted>"\n'
-
-
-@pytest.mark.parametrize(
-    "key", ["token", "hf_token", "API_KEY", "apiKey", "reward.judge.api-key", "db_password", "client_secret", "HFToken"]
-)
-def test_keys_that_name_credentials_are_secret(key: str) -> None:
-    assert is_secret(key)
-
-
-@pytest.mark.parametrize(
-    "key", ["max_new_tokens", "tokenizer", "tokens_per_second", "eos_token", "token_ids", "key", "monkey", "secretary"]
-)
-def test_keys_that_only_look_like_credentials_are_not_secret(key: str) -> None:
-    assert not is_secret(key)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "judge:\n  api_key: hunter2\n",
-        "api_key: 'hunter2'  # mine\n",
-        "judge: {url: 'http://x', api_key: hunter2, n: 3}\n",
-        "overrides:\n  - reward.api_key=hunter2\n  - steps=3\n",
-        "store: redis://me:hunter2@host:6379/0\n",
-        "password: |\n  hunter2\n  hunter2\nsteps: 3\n",
-        "secrets:\n  a: hunter2\n  b:\n  - hunter2\nsteps: 3\n",
-        "secrets:\n- hunter2\nsteps: 3\n",
-        '"hf_token": "hunter2"\n',
-        "headers:\n  Authorization: Bearer hunter2\n",
-        "# HF_TOKEN=hunter2\n",
-    ],
-)
-def test_secrets_are_blanked_wherever_they_stand(text: str) -> None:
-    clean = redact(text)
-    assert "hunter2" not in clean
-    assert "<redacted>" in clean
-    assert clean.endswith("\n")
-    assert ("steps" in text) == ("steps" in clean)
-
-
-def test_a_config_without_secrets_is_unchanged() -> None:
-    text = "# forge 0.1\r\nsampling:\n  max_new_tokens: 256\n  eos_token: </s>\ntoken: null\n\nurl: http://h:80/a@b\n"
-    assert redact(text) == text

@@ -117,7 +117,7 @@ def test_steps_replayed_after_a_resume_replace_the_old_points_in_tensorboard(tmp
 
 
 def scalars(directory: Path, tag: str) -> dict[int, float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(directory))
     accumulator.Reload()
@@ -177,7 +177,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    return fake  # type: ignore[no-any-return]
+    return fake
 
 
 def open_fake(directory: Path) -> WandbTracker:
