@@ -22,6 +22,7 @@ from torch import Tensor
 from forge.batch import pack, split, trained_episodes, trained_tokens
 from forge.config import Decay, GrpoConfig
 from forge.errors import PartFailed
+from forge.rounding import dithered
 from forge.loss import LossSettings, grpo_loss, loss_metrics, token_logprobs
 from forge.types import Episode, Group, StepStats, TensorSpec
 
@@ -281,6 +282,7 @@ class TitanTrainer:
     def stage(self) -> Published:
         """Copy this rank's shards in the generators' dtype, so that the next step may change the weights."""
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         from forge.engine_titan_model import hf_name
 
@@ -288,7 +290,11 @@ class TitanTrainer:
         shards: dict[str, Tensor] = {}
         changed = total = 0
         for name, parameter in self._published_parameters():
-            local = parameter.to_local().detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+            _, start = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            offset = start[0] * math.prod(parameter.shape[1:])  # FSDP shards the first dimension
+            local = dithered(parameter.to_local(), offset=offset, dtype=dtype)
             before = self._last.get(name)
             changed += local.numel() if before is None else int((local != before).sum())
             total += local.numel()
@@ -339,12 +345,13 @@ class TitanTrainer:
         shards: list[dict[str, Tensor]] = [{}]
         size = 0
         for name, parameter in self._published_parameters():
-            full = parameter.full_tensor().to(device="cpu", dtype=dtype)  # a collective: every rank takes part
+            full = parameter.full_tensor()  # a collective: every rank takes part
             if self.rank == 0:
+                full = dithered(full, dtype=dtype)  # bit for bit what generators of this version serve
                 if size + full.nbytes > SHARD_BYTES and shards[-1]:
                     shards.append({})
                     size = 0
-                shards[-1][hf_name(name)] = full.contiguous()
+                shards[-1][hf_name(name)] = full
                 size += full.nbytes
         if self.rank == 0:
             weight_map: dict[str, str] = {}

@@ -108,6 +108,7 @@ class VllmEngine:
             temperature=request.temperature,
             max_tokens=min(request.max_new_tokens, self.max_len - len(request.token_ids)),
             seed=request.seed,
+            ignore_eos=request.ignore_eos,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

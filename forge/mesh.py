@@ -39,6 +39,8 @@ try:
 except ImportError:  # moved between Monarch versions
     from monarch.actor import SupervisionError  # type: ignore[attr-defined,no-redef]
 
+_MALLOPT = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 64 * 2**20), "M_MMAP_MAX": (-4, 0), "M_ARENA_MAX": (-8, 1)}
+"""Parameters of mallopt(3) by their names in malloc.h: never trim, grow in large pieces, no mmap, one arena."""
 PARENT_POLL_S = 1.0
 """How often a worker looks whether its controller still lives."""
 STOP_TIMEOUT_S = 5.0
@@ -151,6 +153,7 @@ class _Bootstrap:
 
     def __call__(self) -> None:
         os.environ.update(self.env)
+        _keep_freed_memory()
         if self.log is not None:
             rank = current_rank().rank
             descriptor = os.open(f"{self.log}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -160,6 +163,17 @@ class _Bootstrap:
             os.dup2(descriptor, 2)
             os.close(descriptor)
         threading.Thread(target=_die_with, args=(self.parent,), name="parent-watch", daemon=True).start()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory instead of giving it back: tensors of the same sizes come again every step,
+    and faulting their pages in anew costs a CPU trainer about a tenth of its time. Other C libraries ignore it."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in _MALLOPT.values():
+            mallopt(parameter, value)
 
 
 def _die_with(parent: int) -> None:

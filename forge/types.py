@@ -53,6 +53,8 @@ class SamplingRequest:
     max_new_tokens: int
     seed: int | None = None
     """Seed of this request alone; members of a group get different ones."""
+    ignore_eos: bool = False
+    """Sample to the length limit whatever is sampled; for measurements only."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -10,11 +10,14 @@ import sys
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", MONARCH_FILE_LOG="off", MONARCH_STDERR_LOG="off")
 logging.disable(logging.WARNING)
 
-# import name, where it differs from the distribution's: pip's name after the colon
+# The modules that Forge enters, since a package may import and its parts not; after a colon the distribution's name,
+# where it differs from the module's first.
 STACK = """
-torch torchao torchtitan torchtitan.config monarch.actor:torchmonarch torchstore vllm transformers accelerate gguf
-safetensors datasets hydra:hydra-core omegaconf math_verify:math-verify reasoning_gym:reasoning-gym sympy pebble rich
-tensorboard matplotlib pyarrow cloudpickle numpy yaml:pyyaml pytest pytest_asyncio pytest_timeout mypy forge:forge-rl
+torch torchao.quantization torchtitan.models.llama3.parallelize torchtitan.components.optimizer
+monarch.actor:torchmonarch torchstore.api vllm.v1.engine.llm_engine transformers.models.llama.modeling_llama accelerate
+gguf safetensors.torch datasets hydra:hydra-core omegaconf math_verify:math-verify reasoning_gym:reasoning-gym sympy
+pebble rich tensorboard matplotlib.pyplot pyarrow.parquet cloudpickle numpy yaml:pyyaml pytest pytest_asyncio
+pytest_timeout mypy forge.config:forge-rl
 """.split()
 
 
@@ -27,7 +30,10 @@ def main() -> int:
         except Exception as error:
             failed += 1
             reason = (str(error).splitlines() or [""])[0]
-            print(f"{distribution or module}: `import {module}` fails: {type(error).__name__}: {reason}", flush=True)
+            print(
+                f"{distribution or module.split('.')[0]}: `import {module}` fails: {type(error).__name__}: {reason}",
+                flush=True,
+            )
     return failed
 
 

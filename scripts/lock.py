@@ -18,8 +18,8 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NO_DEPS = ["torchstore==0.1.2"]  # its metadata pins torch 2.9 and Monarch 0.1; it runs with ours
 DROP = {
     # asked for by vLLM and unused here; beside a CPU torch the index offers CUDA builds of them, which break
-    # `import transformers` ("operator torchvision::nms does not exist"). triton is one gigabyte of GPU compiler.
-    "cpu": {"torchvision", "torchaudio", "torchcodec", "triton"},
+    # `import transformers` ("operator torchvision::nms does not exist")
+    "cpu": {"torchvision", "torchaudio", "torchcodec"},
     "cuda": set[str](),
 }
 X86_ONLY = {"intel-openmp", "intel-cmplr-lib-ur"}

@@ -47,11 +47,13 @@ def modules(root: Path, files: list[Path]) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def python() -> Callable[..., str]:
-    """Run code in a fresh interpreter in / and return what it prints."""
+    """Run code in a fresh interpreter in / and return what it prints. Its environment is new too: this process has
+    imported Forge already."""
+    clean = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
 
     def run(code: str, **env: str) -> str:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd="/", env=os.environ | env, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd="/", env=clean | env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

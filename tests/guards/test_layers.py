@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = [  # lowest first: a module imports from its own layer and from lower ones
-    ("basics", "types errors jsonl redact"),
+    ("basics", "types errors formats jsonl redact"),
     ("config", "config"),
     ("algorithms", "rows data model_folder reward advantage buffer batch loss quant metrics"),
     ("reports", "runfolder charts report report_data report_figures progress tracker"),

@@ -1,0 +1,196 @@
+"""The trainer against Hugging Face and against itself: real titan model, real FSDP2, real gloo ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+Ranks = Callable[..., list[Any]]
+
+
+def hf_logprobs(folder: Path, vocab: int) -> list[list[Any]]:
+    """Log-probs of the same made-up episodes, unpacked, one sequence at a time."""
+    import importlib.util
+
+    source = (Path(__file__).parent / "rank.py").read_text().replace("\nmain()\n", "\n")
+    scope: dict[str, Any] = {}
+    exec(compile(source, "rank.py", "exec"), scope)
+    assert importlib.util is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for group in scope["groups"](vocab):
+        for e in group.episodes:
+            ids = torch.tensor([e.prompt.token_ids + e.completion.token_ids])
+            with torch.no_grad():
+                lp = model(ids).logits[0].log_softmax(-1)
+            first = len(e.prompt.token_ids) - 1
+            values = [lp[first + i, t].item() for i, t in enumerate(e.completion.token_ids)]
+            found.append([e.group, e.member, values])
+    return found
+
+
+def largest_difference(a: list[list[Any]], b: list[list[Any]]) -> float:
+    assert [x[:2] for x in a] == [x[:2] for x in b]
+    return max(abs(x - y) for (_, _, xs), (_, _, ys) in zip(a, b, strict=True) for x, y in zip(xs, ys, strict=True))
+
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 16,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+        transformers.LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+        transformers.Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, tie_word_embeddings=True),
+        transformers.Qwen3Config(**{**SMALL, "head_dim": 32}, tie_word_embeddings=False),
+    ],
+    ids=["llama-biases", "llama3-rope", "qwen2", "qwen3-wide-heads"],
+)
+def test_every_family_gives_hugging_faces_logprobs(config: Any, tmp_path: Path, train_ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # large enough that every part of the computation shows
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else torch.nn.init.normal_(parameter, 1.0, 0.2)
+    model.save_pretrained(tmp_path / "m")
+    (ours,) = train_ranks(tmp_path / "m", [{"do": "logprobs"}])
+    assert largest_difference(ours, hf_logprobs(tmp_path / "m", 256)) < 1e-4
+
+
+def test_sharing_prompts_changes_no_logprob(tiny: Path, train_ranks: Ranks) -> None:
+    shared, alone = train_ranks(tiny, [{"do": "logprobs"}, {"do": "logprobs", "share": False}])
+    for (_, _, a), (_, _, b) in zip(shared, alone, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny: Path, train_ranks: Ranks) -> Any:
+    return train_ranks(tiny, [{"do": "step"}, {"do": "step"}], overrides=("trainer.micro_batch=8", "trainer.lr=1e-3"))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 8), (3, 2)])
+def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(
+    ranks: int, micro_batch: int, tiny: Path, train_ranks: Ranks, one_rank: Any
+) -> None:
+    steps = train_ranks(
+        tiny,
+        [{"do": "step"}, {"do": "step"}],
+        ranks=ranks,
+        overrides=(f"trainer.micro_batch={micro_batch}", "trainer.lr=1e-3"),
+    )
+    for ours, reference in zip(steps, one_rank, strict=True):
+        for key in ("loss/total", "trainer/grad_norm", "ratio/mean", "logprob_gap/max", "policy/entropy"):
+            assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_batch_without_signal_leaves_the_weights_alone_and_is_counted(tiny: Path, train_ranks: Ranks) -> None:
+    before, step, after = train_ranks(tiny, [{"do": "weights"}, {"do": "step", "num_groups": 0}, {"do": "weights"}])
+    assert step["trainer/skipped_empty"] == 1.0
+    assert step["loss/total"] == 0.0
+    assert before == after
+
+
+def test_a_checkpoint_continues_the_same_losses_also_on_other_ranks(tiny: Path, tmp_path: Path, train_ranks: Ranks) -> None:
+    path = str(tmp_path / "state")
+    lr = ("trainer.lr=1e-3", "trainer.warmup_steps=3", "trainer.decay=linear")
+    *_, saved, expected = train_ranks(
+        tiny, [{"do": "step"}, {"do": "step"}, {"do": "save_state", "path": path}, {"do": "step"}], ranks=2, overrides=lr
+    )
+    assert saved == 2
+    for ranks in (1, 2, 4):
+        version, step = train_ranks(tiny, [{"do": "load_state", "path": path}, {"do": "step"}], ranks=ranks, overrides=lr)
+        assert version == 2
+        assert step["loss/total"] == pytest.approx(expected["loss/total"], rel=1e-5)
+        assert step["trainer/grad_norm"] == pytest.approx(expected["trainer/grad_norm"], rel=1e-5)
+        assert step["trainer/lr"] == expected["trainer/lr"]
+
+
+def test_the_saved_folder_holds_the_trained_weights_for_transformers(tiny: Path, tmp_path: Path, train_ranks: Ranks) -> None:
+    path = tmp_path / "export"
+    *_, ours = train_ranks(
+        tiny,
+        [{"do": "step"}, {"do": "save_hf", "path": str(path)}, {"do": "logprobs"}],
+        ranks=2,
+        overrides=("trainer.lr=1e-2", "generator.dtype=float32"),
+    )
+    changed = largest_difference(ours, hf_logprobs(tiny, 512))
+    assert changed > 0.1
+    # rank 0 reports its share of the episodes
+    wanted = {(g, m) for g, m, _ in ours}
+    theirs = [row for row in hf_logprobs(path, 512) if (row[0], row[1]) in wanted]
+    assert largest_difference(ours, theirs) < 1e-4
+    names = {p.name for p in path.iterdir()}
+    assert {"config.json", "tokenizer.json", "generation_config.json", "model.safetensors"} <= names
+    transformers.AutoTokenizer.from_pretrained(path)
+
+
+def test_staging_counts_what_the_served_dtype_can_see(tiny: Path, train_ranks: Ranks) -> None:
+    first, again, _, after = train_ranks(
+        tiny, [{"do": "stage"}, {"do": "stage"}, {"do": "step"}, {"do": "stage"}], overrides=("trainer.lr=1e-2",)
+    )
+    assert first[0] == first[1] == 3_279_104
+    assert again[0] == 0
+    assert after[0] > 0.5 * after[1]
+    assert "lm_head.weight" not in first[2]
+    assert len(first[2]) == 38  # embedding, norm and 9 tensors in each of 4 layers
+
+
+def test_a_folder_with_an_equal_lm_head_beside_a_tied_embedding_trains_the_same(
+    tiny: Path, tmp_path: Path, train_ranks: Ranks
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "with-head"
+    shutil.copytree(tiny, copy)
+    weights = load_file(tiny / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, copy / "model.safetensors")
+    assert train_ranks(copy, [{"do": "step"}]) == train_ranks(tiny, [{"do": "step"}])
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tiny: Path, tmp_path: Path, train_ranks: Ranks) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "wrong"
+    shutil.copytree(tiny, copy)
+    weights = load_file(tiny / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    weights["model.extra.weight"] = torch.ones(2)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(AssertionError) as caught:
+        train_ranks(copy, [{"do": "step"}])
+    for part in ("model.norm.weight has shape (7,)", "model.extra.weight is in the folder", "layers.1.mlp.up_proj.weight is not"):
+        assert part in str(caught.value)
+    assert json.loads((copy / "config.json").read_text())["model_type"] == "llama"
