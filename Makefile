@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 SUITES = $(wildcard tests/guards tests/unit tests/e2e)
-CODE = forge actors apps scripts tests
+CODE = forge actors apps scripts tests examples
 
 .PHONY: help install demo bench test check lint format types guards docs dev lock clean
 

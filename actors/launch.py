@@ -1,8 +1,8 @@
 """Spawns the cast, wires it to the loop, and closes all of it again. The only module that knows every actor.
 
-    async with launch(config, reward=Short()) as run:
-        async for step in run.train():
-            print(step.version, step.metrics["reward/mean"])
+async with launch(config, reward=Short()) as run:
+    async for step in run.train():
+        print(step.version, step.metrics["reward/mean"])
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forge import checkpoint, weights
 from forge.actors.base import ForgeActor
 from forge.actors.generator import Generator
 from forge.actors.reference import Reference
 from forge.actors.reward import RewardActor
 from forge.actors.trainer import Trainer
+
+from forge import checkpoint, weights
 from forge.config import GrpoConfig, to_yaml
 from forge.data import Dataset, Rows, SkippedRow, build_dataset, load_rows
 from forge.engine_vllm import prepare_environment
@@ -67,13 +68,13 @@ class _Replica:
     part: Part
 
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        return await self.part.call_one("generate", requests)  # type: ignore[no-any-return]
+        return await self.part.call_one("generate", requests)
 
     async def pull(self, manifest: Manifest) -> dict[str, float]:
-        return await self.part.call_one("pull", manifest)  # type: ignore[no-any-return]
+        return await self.part.call_one("pull", manifest)
 
     async def statistics(self) -> dict[str, float]:
-        return await self.part.call_one("statistics")  # type: ignore[no-any-return]
+        return await self.part.call_one("statistics")
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class _Learner:
     specs: dict[str, TensorSpec]
 
     async def step(self, groups: Sequence[Group]) -> StepStats:
-        return (await self.part.call("step", list(groups)))[0]  # type: ignore[no-any-return]
+        return (await self.part.call("step", list(groups)))[0]
 
     async def stage(self, version: int) -> Manifest:
         counts = await self.part.call("stage")
@@ -108,10 +109,10 @@ class _Remote:
     part: Part
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        return await self.part.call_one("score", list(episodes))  # type: ignore[no-any-return]
+        return await self.part.call_one("score", list(episodes))
 
     async def annotate(self, episodes: Sequence[Episode]) -> list[Episode]:
-        return await self.part.call_one("annotate", list(episodes))  # type: ignore[no-any-return]
+        return await self.part.call_one("annotate", list(episodes))
 
 
 class Run:
@@ -147,7 +148,7 @@ class Run:
         )
         loop.on_batch = self._record_batch
 
-    async def train(self) -> AsyncIterator[StepResult]:
+    async def train(self) -> AsyncGenerator[StepResult, None]:
         """Train to `config.steps`, yielding after each step; metrics, rollouts and checkpoints are written on the way.
 
         Raises:
@@ -160,8 +161,9 @@ class Run:
                 self.version = step.version
                 every = self.config.eval.every
                 metrics = dict(step.metrics)
-                if every and step.step % every == 0 and step.step < self.config.steps:
-                    metrics["eval/mean_reward"] = (await self.evaluate()).mean_reward
+                due = every and step.step % every == 0 and step.step < self.config.steps
+                if due and (result := await self.evaluate()) is not None:
+                    metrics["eval/mean_reward"] = result.mean_reward
                 self._rows.append(metrics)
                 self.folder.append_metrics({"step": step.step, **metrics})
                 self._trackers.log(step.step, metrics)
@@ -243,7 +245,11 @@ class Run:
             "max_age_measured": self._loop.max_age_seen,
             "weight_sync_seconds": statistics.median(syncs) if syncs else None,
             "peak_rss_gib": sum(sum(m) for m in memory if not isinstance(m, BaseException)),
-            "failures": {"reward": self._loop.failed_episodes, **self.folder.statistics(), **self._trackers.statistics()},
+            "failures": {
+                "reward": self._loop.failed_episodes,
+                **self.folder.statistics(),
+                **self._trackers.statistics(),
+            },
             "seed": self.config.seed,
         }
 
@@ -328,7 +334,10 @@ def _check_input(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
         resume = Path(config.resume)
     if resume is not None:
         checkpoint.check_resumable(
-            checkpoint.read_state(resume), seed=config.seed, prompts_per_step=config.prompts_per_step, steps=config.steps
+            checkpoint.read_state(resume),
+            seed=config.seed,
+            prompts_per_step=config.prompts_per_step,
+            steps=config.steps,
         )
     if config.model.path is not None:
         check_model_folder(Path(config.model.path))
@@ -386,7 +395,9 @@ async def _spawn_cast(
     started: float,
 ) -> Run:
     if dataset.skipped:
-        on_stage(f"{len(dataset.skipped)} rows skipped, the first: {dataset.skipped[0].id}: {dataset.skipped[0].reason}")
+        on_stage(
+            f"{len(dataset.skipped)} rows skipped, the first: {dataset.skipped[0].id}: {dataset.skipped[0].reason}"
+        )
     on_stage("starting processes")
     watch_faults(lambda failure: log.warning("%s", failure.splitlines()[0] if failure else failure))
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
@@ -394,7 +405,9 @@ async def _spawn_cast(
     parts: list[Part] = []
     stack.push_async_callback(_close, parts)
 
-    async def start(name: str, actor: type[ForgeActor], *args: Any, count: int = 1, env: dict[str, str] | None = None) -> Part:
+    async def start(
+        name: str, actor: type[ForgeActor], *args: Any, count: int = 1, env: dict[str, str] | None = None
+    ) -> Part:
         part = await spawn(name, actor, *args, count=count, log_dir=folder.logs, env=env)
         parts.append(part)
         return part

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from forge.actors.base import ForgeActor
 
 from forge import weights
-from forge.actors.base import ForgeActor
 from forge.config import Device, GrpoConfig
 from forge.mesh import concurrent_endpoint, current_rank
 from forge.types import Episode, Group, StepStats, TensorSpec
@@ -84,5 +86,5 @@ class Trainer(ForgeActor):
         await self._run(self.trainer.load_state, folder)
         return self.trainer.version
 
-    async def _run(self, function, *args):  # type: ignore[no-untyped-def]
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)

@@ -26,7 +26,9 @@ def main() -> None:
         import difflib
 
         near = difflib.get_close_matches(app, APPS, n=1)
-        sys.stderr.write(f"forge: no app {app!r}: {', '.join(APPS)} exist{f'; did you mean {near[0]}?' if near else ''}\n")
+        sys.stderr.write(
+            f"forge: no app {app!r}: {', '.join(APPS)} exist{f'; did you mean {near[0]}?' if near else ''}\n"
+        )
         sys.exit(2)
     status = importlib.import_module(f"forge.apps.{app}").main(rest)
     from forge.apps.common import exit_now

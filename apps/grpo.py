@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from forge.actors.launch import launch
+
 from forge.config import GrpoConfig
 from forge.progress import Progress
 
@@ -17,7 +18,9 @@ async def run(config: GrpoConfig, started: float) -> None:
     with Progress(total_steps=config.steps, title=title) as progress:
         async with launch(config, on_stage=progress.stage, started=started) as job:
             progress.note(f"run folder {job.folder.path}")
-            progress.note(f"age of trained groups is at most {config.age_bound} steps (async.max_age={config.async_.max_age})")
+            progress.note(
+                f"age of trained groups is at most {config.age_bound} steps (async.max_age={config.async_.max_age})"
+            )
             progress.stage("evaluating before training")
             before = await job.evaluate()
             if before is not None:

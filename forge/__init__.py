@@ -30,7 +30,19 @@ _HOME = {
     "Group": "forge.types",
     "StepResult": "forge.types",
 }
-__all__ = ["Completion", "Episode", "ForgeError", "GrpoConfig", "Group", "Prompt", "Reward", "Run", "StepResult", "launch", "load_config"]
+__all__ = [
+    "Completion",
+    "Episode",
+    "ForgeError",
+    "GrpoConfig",
+    "Group",
+    "Prompt",
+    "Reward",
+    "Run",
+    "StepResult",
+    "launch",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

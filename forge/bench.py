@@ -57,4 +57,6 @@ def table(claims: Sequence[Claim]) -> str:
     head = ("claim", "ours", "peer", "unit", "ratio", "runs")
     rows = [(c.claim, f"{c.ours:.4g}", f"{c.peer:.4g}", c.unit, f"{c.ratio:.3f}", str(c.runs)) for c in claims]
     widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in (head, *rows))
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in (head, *rows)
+    )

@@ -68,7 +68,11 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """All complete checkpoints, oldest first."""
-        found = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / "state.json").exists()]
+        found = [
+            p
+            for p in self.folder.glob("step-*")
+            if p.name.removeprefix("step-").isdigit() and (p / "state.json").exists()
+        ]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
     def latest(self) -> Path | None:
@@ -84,7 +88,9 @@ def read_state(checkpoint: Path) -> RunState:
     """
     with contextlib.suppress(OSError, json.JSONDecodeError, TypeError):
         return RunState(**json.loads((checkpoint / "state.json").read_text()))
-    raise ConfigError(f"resume={checkpoint}: not a complete checkpoint (it needs a readable state.json): give a step-N folder")
+    raise ConfigError(
+        f"resume={checkpoint}: not a complete checkpoint (it needs a readable state.json): give a step-N folder"
+    )
 
 
 def check_resumable(state: RunState, *, seed: int, prompts_per_step: int, steps: int) -> None:

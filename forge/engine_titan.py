@@ -22,8 +22,8 @@ from torch import Tensor
 from forge.batch import pack, split, trained_episodes, trained_tokens
 from forge.config import Decay, GrpoConfig
 from forge.errors import PartFailed
-from forge.rounding import dithered
 from forge.loss import LossSettings, grpo_loss, loss_metrics, token_logprobs
+from forge.rounding import dithered
 from forge.types import Episode, Group, StepStats, TensorSpec
 
 SHARD_BYTES = 4 * 2**30
@@ -89,9 +89,7 @@ class TitanTrainer:
         self.device = torch.device("cpu" if self.on_cpu else "cuda")
         self.version = 0
         self.skipped_in_a_row = 0
-        self.settings = LossSettings(
-            clip_low=config.algo.clip_low, clip_high=config.algo.clip_high, kl=config.algo.kl
-        )
+        self.settings = LossSettings(clip_low=config.algo.clip_low, clip_high=config.algo.clip_high, kl=config.algo.kl)
 
         set_spmd_backend("partial_dtensor")
         parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=self._reshard_policy)
@@ -340,7 +338,11 @@ class TitanTrainer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for file in sorted(self.folder.iterdir()):
-                if file.is_file() and not file.name.startswith(("model", "forge_")) and file.suffix not in (".bin", ".gguf", ".safetensors"):
+                if (
+                    file.is_file()
+                    and not file.name.startswith(("model", "forge_"))
+                    and file.suffix not in (".bin", ".gguf", ".safetensors")
+                ):
                     shutil.copyfile(file, partial / file.name)
         shards: list[dict[str, Tensor]] = [{}]
         size = 0

@@ -129,11 +129,15 @@ def titan_config(hf: Mapping[str, Any], *, max_len: int, on_cpu: bool) -> Llama3
     """
     family = hf.get("model_type")
     if family not in ("llama", "qwen2", "qwen3"):
-        raise ModelFolderError(f"model_type must be llama, qwen2 or qwen3, got {family!r}: use a model of these families")
+        raise ModelFolderError(
+            f"model_type must be llama, qwen2 or qwen3, got {family!r}: use a model of these families"
+        )
     if hf.get("hidden_act", "silu") != "silu":
         raise ModelFolderError(f"hidden_act must be silu, got {hf['hidden_act']!r}")
     if hf.get("use_sliding_window"):
-        raise ModelFolderError("use_sliding_window must be false: sliding-window layers are not computed by the trainer")
+        raise ModelFolderError(
+            "use_sliding_window must be false: sliding-window layers are not computed by the trainer"
+        )
     dim, heads = hf["hidden_size"], hf["num_attention_heads"]
     kv_heads = hf.get("num_key_value_heads") or heads
     head_dim = hf.get("head_dim") or dim // heads
@@ -200,7 +204,9 @@ def _rope(hf: Mapping[str, Any], head_dim: int, max_len: int) -> CosSinRoPE.Conf
             high_freq_factor=rope["high_freq_factor"],
             original_max_position_embeddings=rope["original_max_position_embeddings"],
         )
-    raise ModelFolderError(f"RoPE type must be default or llama3, got {kind!r}: the trainer does not compute it exactly")
+    raise ModelFolderError(
+        f"RoPE type must be default or llama3, got {kind!r}: the trainer does not compute it exactly"
+    )
 
 
 def attention_masks(pack: Pack, *, on_cpu: bool) -> Any:
@@ -266,7 +272,9 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
         with torch.no_grad():
             value = tensor.to(parameter.dtype)
             if isinstance(parameter, DTensor):
-                parameter.copy_(distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements))
+                parameter.copy_(
+                    distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+                )
             else:
                 parameter.copy_(value)
     problems += [f"{name} is not in the folder" for name in wanted]

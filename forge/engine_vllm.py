@@ -178,7 +178,9 @@ class VllmEngine:
             WeightsMismatch: the tensors are not the ones the manifest names; the old version stays live.
         """
         self.check(manifest)
-        held = {n: TensorSpec(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+        held = {
+            n: TensorSpec(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()
+        }
         problems = compare(manifest.tensors, held)
         if problems:
             raise WeightsMismatch(
@@ -347,7 +349,7 @@ class EngineThread:
     def _fail(self, error: Exception) -> None:
         with self._wake:
             self._closing = True
-            waiting = [*self._futures.values(), *(f for _, f in self._requests), *(f for *_, f in self._loads)]
+            waiting: list[Future[Any]] = [*self._futures.values(), *(f for _, f in self._requests), *(f for *_, f in self._loads)]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)

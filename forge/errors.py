@@ -1,15 +1,15 @@
 """The errors Forge raises on purpose.
 
-    ForgeError
-    ├── RefusedInput            the user can fix it; nothing was loaded; exit 2
-    │   ├── ConfigError         a config key, type, value or combination
-    │   ├── DataError           a dataset or a row of it
-    │   └── ModelFolderError    a model folder that is missing, incomplete or of a family Forge cannot train
-    └── PartFailed              a part of a running job failed; exit 1, the part is named
-        ├── WeightsMismatch     a published version and a reader do not agree on names, shapes or dtypes
-        ├── StalenessExceeded   a group older than the promised bound reached the trainer
-        ├── TooManyFailures     a tolerated failure happened more often than its cap allows
-        └── Stalled             nothing moved for `stall_timeout_s`
+ForgeError
+├── RefusedInput            the user can fix it; nothing was loaded; exit 2
+│   ├── ConfigError         a config key, type, value or combination
+│   ├── DataError           a dataset or a row of it
+│   └── ModelFolderError    a model folder that is missing, incomplete or of a family Forge cannot train
+└── PartFailed              a part of a running job failed; exit 1, the part is named
+    ├── WeightsMismatch     a published version and a reader do not agree on names, shapes or dtypes
+    ├── StalenessExceeded   a group older than the promised bound reached the trainer
+    ├── TooManyFailures     a tolerated failure happened more often than its cap allows
+    └── Stalled             nothing moved for `stall_timeout_s`
 """
 
 from __future__ import annotations

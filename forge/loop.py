@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from forge.advantage import with_advantages
@@ -105,7 +105,7 @@ class GrpoLoop:
         self._doing = {"admission": "not started", "training": "not started", "weights": "idle"}
         self._rollout_tasks: set[asyncio.Task[None]] = set()
 
-    async def train(self) -> AsyncIterator[StepResult]:
+    async def train(self) -> AsyncGenerator[StepResult, None]:
         """Train to `config.steps`, yielding after each step.
 
         Consumes batches of the buffer; waits for P finished groups; unblocked by rollouts; produces versions.
@@ -297,7 +297,11 @@ async def _first(work, failure: asyncio.Future[BaseException]):  # type: ignore[
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], *, generate: Callable[[list[SamplingRequest]], object], scorer: Scorer, max_new_tokens: int
+    prompts: Sequence[Prompt],
+    *,
+    generate: Callable[[list[SamplingRequest]], object],
+    scorer: Scorer,
+    max_new_tokens: int,
 ) -> list[Episode]:
     """Greedy completions of held-out prompts, scored; one episode each, in order."""
     requests = [SamplingRequest(token_ids=p.token_ids, temperature=0.0, max_new_tokens=max_new_tokens) for p in prompts]

@@ -37,9 +37,14 @@ __all__ = ["Actor", "Part", "concurrent_endpoint", "current_rank", "endpoint", "
 try:
     from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 except ImportError:  # moved between Monarch versions
-    from monarch.actor import SupervisionError  # type: ignore[attr-defined,no-redef]
+    from monarch.actor import SupervisionError
 
-_MALLOPT = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 64 * 2**20), "M_MMAP_MAX": (-4, 0), "M_ARENA_MAX": (-8, 1)}
+_MALLOPT = {
+    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
+    "M_TOP_PAD": (-2, 64 * 2**20),
+    "M_MMAP_MAX": (-4, 0),
+    "M_ARENA_MAX": (-8, 1),
+}
 """Parameters of mallopt(3) by their names in malloc.h: never trim, grow in large pieces, no mmap, one arena."""
 PARENT_POLL_S = 1.0
 """How often a worker looks whether its controller still lives."""
@@ -80,10 +85,14 @@ class Part:
         except ActorError as error:
             if isinstance(error.exception, ForgeError):
                 raise error.exception from None
-            raise PartFailed(self.name, f"{endpoint} failed: {error.exception!r}\n{error.exception_formatted}") from None
+            raise PartFailed(
+                self.name, f"{endpoint} failed: {error.exception!r}\n{error.exception_formatted}"
+            ) from None
         except SupervisionError as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-            raise PartFailed(self.name, f"its process died during {endpoint} ({first}); see its log in the run folder") from None
+            raise PartFailed(
+                self.name, f"its process died during {endpoint} ({first}); see its log in the run folder"
+            ) from None
 
     async def stop(self) -> None:
         """End the processes: ask, wait STOP_TIMEOUT_S, then kill."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"

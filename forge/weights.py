@@ -43,8 +43,12 @@ def _all_async(actor: type) -> dict[str, Any]:
 
 # TorchStore 0.1.2 mixes sync and async endpoints in its two actors, which Monarch 0.7 refuses. Subclasses take their
 # place, by names that every process finds when it unpickles them.
-StoreController = type("StoreController", (torchstore.api.Controller,), {"__module__": __name__, **_all_async(torchstore.api.Controller)})
-StoreVolume = type("StoreVolume", (torchstore.api.StorageVolume,), {"__module__": __name__, **_all_async(torchstore.api.StorageVolume)})
+StoreController = type(
+    "StoreController", (torchstore.api.Controller,), {"__module__": __name__, **_all_async(torchstore.api.Controller)}
+)
+StoreVolume = type(
+    "StoreVolume", (torchstore.api.StorageVolume,), {"__module__": __name__, **_all_async(torchstore.api.StorageVolume)}
+)
 torchstore.api.Controller = StoreController
 torchstore.api.StorageVolume = StoreVolume
 

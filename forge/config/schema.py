@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """A compute dtype, by its torch name."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
 
 
-class Decay(str, Enum):
+class Decay(StrEnum):
     """Shape of the learning-rate decay."""
 
     none = "none"
@@ -30,14 +30,14 @@ class Decay(str, Enum):
     cosine = "cosine"
 
 
-class Swap(str, Enum):
+class Swap(StrEnum):
     """When a generator takes new weights."""
 
     in_flight = "in_flight"
     boundary = "boundary"
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """What kind of machine the parts run on."""
 
     cpu = "cpu"
@@ -103,7 +103,7 @@ class DataConfig:
         if self.heldout is not None and self.heldout < 0:
             yield f"data.heldout must be 0 or more rows, got {self.heldout}"
         if self.question == self.answer:
-            yield f"data.question and data.answer name the same column {self.question!r}: completions would be given away"
+            yield f"data.question and data.answer name the same column {self.question!r}: each needs its own"
         if "{question}" not in self.template:
             yield f"data.template must contain {{question}}, got {self.template!r}"
 

@@ -145,8 +145,8 @@ def _task(entry: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=64)
 def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    from reasoning_gym.dataset import ProceduralDataset  # type: ignore[import-untyped]
-    from reasoning_gym.factory import DATASETS, get_score_answer_fn  # type: ignore[import-untyped]
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if not task:
         return lambda answer, entry: float(ProceduralDataset.score_answer(None, answer, entry))

@@ -143,7 +143,7 @@ def _equal_text(gold: str, answer: str, kind: Kind) -> bool:
     except NotReadable:
         return False
     except TookTooLong:
-        from sympy.core.cache import clear_cache  # type: ignore[import-untyped]
+        from sympy.core.cache import clear_cache
 
         clear_cache()  # an interrupted computation may have left half of its facts there
         parse_formula.cache_clear()

@@ -97,12 +97,12 @@ def parse_formula(text: str) -> Any:
     if numeral := read_numeral(text):
         return _rational(numeral)
     _check_text(text)
-    from latex2sympy2_extended.math_normalization import (  # type: ignore[import-untyped]
+    from latex2sympy2_extended.math_normalization import (
         NormalizationConfig,
         normalize_latex,
     )
-    from math_verify.grader import should_treat_as_complex  # type: ignore[import-untyped]
-    from sympy import Basic, I, MatrixBase  # type: ignore[import-untyped]
+    from math_verify.grader import should_treat_as_complex
+    from sympy import Basic, I, MatrixBase
 
     config = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     try:
@@ -222,10 +222,10 @@ def _check_text(text: str) -> None:
 @lru_cache(maxsize=1)
 def _reader() -> Any:
     """The library's parser with numbers made exact; its own way leads through `sympify`, which evaluates Python."""
-    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # type: ignore[import-untyped]
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
     from sympy import Rational
 
-    class Reader(_Latex2Sympy):  # type: ignore[misc]
+    class Reader(_Latex2Sympy):
         def parse_number(self, text: str) -> Any:
             value = Fraction(text.replace(",", ""))
             return Rational(value.numerator, value.denominator)
@@ -335,7 +335,7 @@ def _close(x: Any, y: Any) -> bool:
 
 def _library_equal(gold: Any, answer: Any) -> bool:
     """math-verify's comparison of sets, equations, inequalities and matrices, with our time limit around it."""
-    import math_verify.grader  # type: ignore[import-untyped]
+    import math_verify.grader
 
     math_verify.grader.TIMEOUT_WARNING_SHOWN = True  # the time limit is ours; its alarm fails outside a main thread
     return bool(math_verify.grader.verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
@@ -343,9 +343,9 @@ def _library_equal(gold: Any, answer: Any) -> bool:
 
 def _is_statement(parsed: Any) -> bool:
     """A relation or a set: math-verify alone would take `x^2-4=0` for its right side, 0."""
-    from latex2sympy2_extended.logic import And as ParsedAnd  # type: ignore[import-untyped]
+    from latex2sympy2_extended.logic import And as ParsedAnd
     from sympy import Set, Tuple
-    from sympy.core.relational import Relational  # type: ignore[import-untyped]
+    from sympy.core.relational import Relational
 
     return isinstance(parsed, (Set, Tuple, Relational, ParsedAnd))
 

@@ -42,7 +42,9 @@ def train_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
         }
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [
-            subprocess.Popen([sys.executable, str(HERE / "rank.py"), str(r), json.dumps(job)], env=env, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, str(HERE / "rank.py"), str(r), json.dumps(job)], env=env, stderr=subprocess.PIPE
+            )
             for r in range(ranks)
         ]
         errors = [p.communicate()[1].decode() for p in processes]
@@ -93,18 +95,3 @@ def forge(tmp_path: Path) -> Callable[..., Command]:
         return Command(status, "".join(lines), seconds)
 
     return run
-
-
-TINY = (
-    "model=tiny",
-    "steps=3",
-    "prompts_per_step=2",
-    "group_size=4",
-    "trainer.micro_batch=4",
-    "trainer.lr=1e-3",
-    "sampling.max_new_tokens=8",
-    "data.heldout=4",
-    "data.rows=40",
-    "tracker.tensorboard=false",
-)
-"""Overrides of the smallest real run."""

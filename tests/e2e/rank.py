@@ -29,7 +29,9 @@ def groups(vocab: int, *, num_groups: int = 3, size: int = 4, logprob: float = -
                 text="",
                 finish_reason=FinishReason.STOP,
             )
-            episodes.append(Episode(prompt=prompt, completion=completion, group=g, member=m, reward=float(m == g % size)))
+            episodes.append(
+                Episode(prompt=prompt, completion=completion, group=g, member=m, reward=float(m == g % size))
+            )
         made.append(with_advantages(Group(index=g, episodes=tuple(episodes)), scale_by_std=True, keep_equal=False))
     if not share:
         from dataclasses import replace

@@ -118,22 +118,31 @@ def test_a_batch_without_signal_leaves_the_weights_alone_and_is_counted(tiny: Pa
     assert before == after
 
 
-def test_a_checkpoint_continues_the_same_losses_also_on_other_ranks(tiny: Path, tmp_path: Path, train_ranks: Ranks) -> None:
+def test_a_checkpoint_continues_the_same_losses_also_on_other_ranks(
+    tiny: Path, tmp_path: Path, train_ranks: Ranks
+) -> None:
     path = str(tmp_path / "state")
     lr = ("trainer.lr=1e-3", "trainer.warmup_steps=3", "trainer.decay=linear")
     *_, saved, expected = train_ranks(
-        tiny, [{"do": "step"}, {"do": "step"}, {"do": "save_state", "path": path}, {"do": "step"}], ranks=2, overrides=lr
+        tiny,
+        [{"do": "step"}, {"do": "step"}, {"do": "save_state", "path": path}, {"do": "step"}],
+        ranks=2,
+        overrides=lr,
     )
     assert saved == 2
     for ranks in (1, 2, 4):
-        version, step = train_ranks(tiny, [{"do": "load_state", "path": path}, {"do": "step"}], ranks=ranks, overrides=lr)
+        version, step = train_ranks(
+            tiny, [{"do": "load_state", "path": path}, {"do": "step"}], ranks=ranks, overrides=lr
+        )
         assert version == 2
         assert step["loss/total"] == pytest.approx(expected["loss/total"], rel=1e-5)
         assert step["trainer/grad_norm"] == pytest.approx(expected["trainer/grad_norm"], rel=1e-5)
         assert step["trainer/lr"] == expected["trainer/lr"]
 
 
-def test_the_saved_folder_holds_the_trained_weights_for_transformers(tiny: Path, tmp_path: Path, train_ranks: Ranks) -> None:
+def test_the_saved_folder_holds_the_trained_weights_for_transformers(
+    tiny: Path, tmp_path: Path, train_ranks: Ranks
+) -> None:
     path = tmp_path / "export"
     *_, ours = train_ranks(
         tiny,
@@ -191,6 +200,10 @@ def test_weights_that_do_not_fit_are_refused_by_name(tiny: Path, tmp_path: Path,
     save_file(weights, copy / "model.safetensors")
     with pytest.raises(AssertionError) as caught:
         train_ranks(copy, [{"do": "step"}])
-    for part in ("model.norm.weight has shape (7,)", "model.extra.weight is in the folder", "layers.1.mlp.up_proj.weight is not"):
+    for part in (
+        "model.norm.weight has shape (7,)",
+        "model.extra.weight is in the folder",
+        "layers.1.mlp.up_proj.weight is not",
+    ):
         assert part in str(caught.value)
     assert json.loads((copy / "config.json").read_text())["model_type"] == "llama"

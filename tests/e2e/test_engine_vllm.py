@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ def two_ends(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(two_ends: Path) -> Iterator[VllmEngine]:
-    yield VllmEngine(load_config("grpo", ["model=tiny", "generator.dtype=float32"]), two_ends)
+def engine(two_ends: Path) -> VllmEngine:
+    return VllmEngine(load_config("grpo", ["model=tiny", "generator.dtype=float32"]), two_ends)
 
 
 def manifest(engine: VllmEngine, version: int) -> Manifest:
@@ -105,7 +104,9 @@ def fresh_engine(folder: Path) -> list[tuple[int, ...]]:
         "r=[SamplingRequest(token_ids=tuple(p),temperature=0.0,max_new_tokens=12) for p in json.loads(sys.argv[2])];"
         "print('RESULT'+json.dumps([c.token_ids for c in e.generate(r)]))"
     )
-    out = subprocess.run([sys.executable, "-c", script, str(folder), json.dumps(PROMPTS)], capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(folder), json.dumps(PROMPTS)], capture_output=True, text=True
+    )
     line = next(x for x in out.stdout.splitlines() if x.startswith("RESULT"))
     return [tuple(ids) for ids in json.loads(line.removeprefix("RESULT"))]
 
@@ -127,7 +128,10 @@ def test_weights_that_do_not_fit_are_named_and_the_old_ones_stay(engine: VllmEng
 
 
 def test_tokens_of_a_running_request_know_which_version_sampled_them(engine: VllmEngine, two_ends: Path) -> None:
-    ids = [engine.add(SamplingRequest(token_ids=p, temperature=1.0, max_new_tokens=40, seed=i)) for i, p in enumerate(PROMPTS)]
+    ids = [
+        engine.add(SamplingRequest(token_ids=p, temperature=1.0, max_new_tokens=40, seed=i))
+        for i, p in enumerate(PROMPTS)
+    ]
     done: dict[str, Any] = {}
     for _ in range(4):
         done |= dict(engine.step())

@@ -9,8 +9,8 @@ from pathlib import Path
 LAYERS = [  # lowest first: a module imports from its own layer and from lower ones
     ("basics", "types errors formats jsonl redact"),
     ("config", "config"),
-    ("algorithms", "rows data model_folder reward advantage buffer batch loss quant metrics"),
-    ("reports", "runfolder charts report report_data report_figures progress tracker"),
+    ("algorithms", "rows data model_folder reward advantage buffer batch loss rounding quant metrics"),
+    ("reports", "bench runfolder charts report report_data report_figures progress tracker"),
     (
         "loop and adapters",
         "fetch weights engine_vllm engine_titan engine_titan_model mesh service checkpoint loop testing",
@@ -20,7 +20,7 @@ LAYERS = [  # lowest first: a module imports from its own layer and from lower o
     ("apps", "apps"),
 ]
 VENDORS = {  # who may import it; a sub-module or a sibling with a longer name (engine_titan_model) counts too
-    "vllm": ["engine_vllm"],
+    "vllm": ["engine_vllm", "actors.peers"],
     "torchtitan": ["engine_titan"],
     "torchstore": ["weights"],
     "torchao": ["quant", "engine_titan"],

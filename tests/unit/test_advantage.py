@@ -1,10 +1,11 @@
 """Advantages against hand-worked values."""
 
+from dataclasses import replace
+
 import pytest
 
 from forge.advantage import EQUAL_REWARDS, NO_VALID_EPISODES, group_advantages, with_advantages
 from forge.testing import fake_completion, fake_group
-from dataclasses import replace
 
 
 def test_group_statistics_use_the_sample_standard_deviation() -> None:
@@ -48,7 +49,9 @@ def test_a_failed_episode_leaves_its_siblings_statistics_alone() -> None:
 def test_an_empty_completion_with_a_huge_reward_does_not_move_the_baseline() -> None:
     group = fake_group(0, [100, 1, 0])
     empty = replace(group.episodes[0], completion=fake_completion(0, num_tokens=0))
-    result = with_advantages(replace(group, episodes=(empty, *group.episodes[1:])), scale_by_std=False, keep_equal=False)
+    result = with_advantages(
+        replace(group, episodes=(empty, *group.episodes[1:])), scale_by_std=False, keep_equal=False
+    )
     assert [e.advantage for e in result.episodes] == [0.0, 0.5, -0.5]
 
 

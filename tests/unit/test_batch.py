@@ -94,7 +94,9 @@ def test_dropped_groups_failed_and_empty_episodes_are_not_trained() -> None:
     equal = with_advantages(fake_group(1, [1, 1]), scale_by_std=True, keep_equal=False)
     failed = replace(good.episodes[0], failure="timeout")
     assert len(trained_episodes([good, equal], mask_truncated=False)) == 2
-    assert trained_episodes([replace(good, episodes=(failed, good.episodes[1]))], mask_truncated=False) == [good.episodes[1]]
+    assert trained_episodes([replace(good, episodes=(failed, good.episodes[1]))], mask_truncated=False) == [
+        good.episodes[1]
+    ]
 
 
 def test_masking_truncated_completions_takes_them_out_of_the_denominator_too() -> None:

@@ -12,10 +12,10 @@ SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, kl=0.0)
 
 def plain_loss(lp: list[float], mu: list[float], adv: list[float], ref: list[float], s: LossSettings, n: int) -> float:
     total = 0.0
-    for l, m, a, r in zip(lp, mu, adv, ref, strict=True):
-        ratio = math.exp(l - m)
+    for now, m, a, r in zip(lp, mu, adv, ref, strict=True):
+        ratio = math.exp(now - m)
         clipped = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
-        d = l - r
+        d = now - r
         total += -min(ratio * a, clipped * a) + s.kl * (math.exp(-d) + d - 1)
     return total / n
 
@@ -27,7 +27,9 @@ def test_it_equals_a_plain_loop(kl: float) -> None:
     adv = torch.randn(50, generator=generator, dtype=torch.float64)
     s = LossSettings(clip_low=0.2, clip_high=0.28, kl=kl)
     loss, _ = grpo_loss(lp, mu, ref, adv, settings=s, denominator=70)
-    assert float(loss) == pytest.approx(plain_loss(lp.tolist(), mu.tolist(), adv.tolist(), ref.tolist(), s, 70), rel=1e-9)
+    assert float(loss) == pytest.approx(
+        plain_loss(lp.tolist(), mu.tolist(), adv.tolist(), ref.tolist(), s, 70), rel=1e-9
+    )
 
 
 def test_on_policy_gradient_is_minus_advantage_over_the_global_count() -> None:
@@ -74,7 +76,9 @@ def test_effective_sample_share_is_one_on_policy_and_falls_with_uneven_ratios() 
 
 def test_a_huge_ratio_stays_finite() -> None:
     lp = torch.tensor([0.0], requires_grad=True)
-    loss, _ = grpo_loss(lp, torch.tensor([-1000.0]), torch.zeros(1), torch.tensor([-1.0]), settings=SETTINGS, denominator=1)
+    loss, _ = grpo_loss(
+        lp, torch.tensor([-1000.0]), torch.zeros(1), torch.tensor([-1.0]), settings=SETTINGS, denominator=1
+    )
     loss.backward()
     assert torch.isfinite(loss)
     assert lp.grad is not None
@@ -94,7 +98,9 @@ def test_logprobs_are_taken_at_the_sampling_temperature() -> None:
     lp, entropy = token_logprobs(logits, torch.tensor([0]), temperature=2.0)
     # softmax([1, 0]) = [0.731059, 0.268941]
     assert lp.item() == pytest.approx(math.log(0.7310586), rel=1e-6)
-    assert entropy.item() == pytest.approx(-(0.7310586 * math.log(0.7310586) + 0.2689414 * math.log(0.2689414)), rel=1e-6)
+    assert entropy.item() == pytest.approx(
+        -(0.7310586 * math.log(0.7310586) + 0.2689414 * math.log(0.2689414)), rel=1e-6
+    )
 
 
 def test_bfloat16_logits_are_reduced_in_float32() -> None:
