@@ -349,7 +349,11 @@ class EngineThread:
     def _fail(self, error: Exception) -> None:
         with self._wake:
             self._closing = True
-            waiting: list[Future[Any]] = [*self._futures.values(), *(f for _, f in self._requests), *(f for *_, f in self._loads)]
+            waiting: list[Future[Any]] = [
+                *self._futures.values(),
+                *(f for _, f in self._requests),
+                *(f for *_, f in self._loads),
+            ]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)

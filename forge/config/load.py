@@ -118,14 +118,17 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[_Over
 def _read_file(file: str | Path | None, problems: list[str]) -> list[_Override]:
     if file is None:
         return []
-    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig"))
+        # OmegaConf's reader takes 1e-6 for a number; YAML 1.1 takes it for text
+        content = OmegaConf.to_container(OmegaConf.create(Path(file).read_text(encoding="utf-8-sig")))
     except OSError as error:
         problems.append(f"config file {file}: {error.strerror or error}")
         return []
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         problems.append(f"config file {file} is not YAML: {' '.join(str(error).split())}")
         return []
     if not isinstance(content, Mapping):

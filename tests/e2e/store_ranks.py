@@ -1,0 +1,116 @@
+"""Several ranks put shards, another process reads full tensors: `python store_ranks.py RANKS`. Prints what it found."""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge import weights
+from forge.actors.base import ForgeActor
+from forge.errors import ForgeError
+from forge.mesh import concurrent_endpoint, current_rank, spawn
+from forge.types import Manifest, TensorSpec
+
+TENSORS = {
+    "uneven": ((7, 5), torch.float32),
+    "wide": ((64, 1001), torch.bfloat16),
+    "vector": ((10,), torch.float32),
+    "one": ((1,), torch.bfloat16),
+    "empty": ((0, 4), torch.float32),
+}
+STORE = "test-store"
+
+
+def full(name: str, version: int) -> torch.Tensor:
+    shape, dtype = TENSORS[name]
+    generator = torch.Generator().manual_seed(version)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def manifest(version: int, names: list[str] | None = None) -> Manifest:
+    specs = {
+        n: TensorSpec(shape=TENSORS[n][0], dtype=str(TENSORS[n][1]).removeprefix("torch.")) for n in names or TENSORS
+    }
+    return Manifest(version=version, tensors=specs, num_bytes=0, changed_share=1.0)
+
+
+class Writer(ForgeActor):
+    def __init__(self, ranks: int, rendezvous: str) -> None:
+        self.ranks, self.rendezvous = ranks, rendezvous
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        import torch.distributed as dist
+
+        rank = current_rank().rank
+        dist.init_process_group("gloo", init_method=f"file://{self.rendezvous}", rank=rank, world_size=self.ranks)
+
+    @concurrent_endpoint
+    async def put(self, version: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        shards = {n: distribute_tensor(full(n, version), mesh, [Shard(0)]) for n in TENSORS}
+        await weights.put(STORE, version, shards)
+
+
+class Reader(ForgeActor):
+    @concurrent_endpoint
+    async def get(self, version: int) -> dict[str, bool]:
+        found = await weights.get(STORE, manifest(version))
+        return {
+            n: torch.equal(t, full(n, version)) and t.dtype is TENSORS[n][1] and t.is_contiguous() for n, t in found.items()
+        }
+
+    @concurrent_endpoint
+    async def get_missing(self, version: int) -> str:
+        try:
+            await weights.get(STORE, manifest(version))
+        except ForgeError as error:
+            return str(error)
+        return "nothing raised"
+
+    @concurrent_endpoint
+    async def keys(self) -> list[str]:
+        import torchstore
+
+        client = await torchstore.client(STORE)
+        return sorted(await client.keys())
+
+
+async def main(ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder)
+        writer = await spawn("writer", Writer, ranks, str(logs / "rendezvous"), count=ranks, log_dir=logs)
+        reader = await spawn("reader", Reader, log_dir=logs)
+        volume = await spawn("volume", ForgeActor, log_dir=logs)
+        store = weights.WeightStore(STORE)
+        await store.open(volume.procs)
+        await writer.call("setup")
+        found: dict[str, Any] = {}
+        for version in (1, 2):
+            await writer.call("put", version)
+            store.committed(manifest(version))
+        found["equal"] = [await reader.call_one("get", v) for v in (1, 2)]
+        await store.free_before(2)
+        found["keys"] = await reader.call_one("keys")
+        found["freed"] = await reader.call_one("get_missing", 1)
+        os.environ[weights.FRAME_LIMIT] = "100000"
+        try:
+            await weights.put(STORE, 3, {"wide": full("wide", 3)})
+        except ForgeError as error:
+            found["too_large"] = str(error)
+        await store.close()
+        for part in (writer, reader, volume):
+            await part.stop()
+        return found
+
+
+if __name__ == "__main__":
+    print("RESULT" + json.dumps(asyncio.run(main(int(sys.argv[1])))))
