@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge.actors.base import ForgeActor
-
 from forge import weights
+from forge.actors.base import ForgeActor
 from forge.config import GrpoConfig
 from forge.engine_vllm import EngineThread, VllmEngine
 from forge.mesh import concurrent_endpoint

@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forge import checkpoint, weights
 from forge.actors.base import ForgeActor
 from forge.actors.generator import Generator
 from forge.actors.reference import Reference
 from forge.actors.reward import RewardActor
 from forge.actors.trainer import Trainer
-
-from forge import checkpoint, weights
 from forge.config import GrpoConfig, to_yaml
 from forge.data import Dataset, Rows, SkippedRow, build_dataset, load_rows
 from forge.engine_vllm import prepare_environment

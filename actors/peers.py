@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge.actors.base import ForgeActor
-
 from forge.config import Device, GrpoConfig
 from forge.mesh import concurrent_endpoint
 from forge.types import SamplingRequest

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.actors.trainer import Trainer
-
 from forge.config import GrpoConfig
 from forge.mesh import concurrent_endpoint
 from forge.types import Episode

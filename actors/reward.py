@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 
 from forge.actors.base import ForgeActor
-
 from forge.config import RewardConfig
 from forge.mesh import concurrent_endpoint
 from forge.reward import Reward, build_reward

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from forge.actors.base import ForgeActor
-
 from forge import weights
+from forge.actors.base import ForgeActor
 from forge.config import Device, GrpoConfig
 from forge.mesh import concurrent_endpoint, current_rank
 from forge.types import Episode, Group, StepStats, TensorSpec

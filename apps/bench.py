@@ -22,7 +22,6 @@ async def rollout(config: GrpoConfig) -> list[Claim]:
 
     from forge.actors.generator import Generator
     from forge.actors.peers import PlainVllm
-
     from forge.engine_vllm import prepare_environment
     from forge.fetch import fetch
     from forge.mesh import spawn

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from forge.actors.launch import launch
-
 from forge.config import GrpoConfig
 from forge.progress import Progress
 

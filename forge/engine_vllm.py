@@ -189,11 +189,28 @@ class VllmEngine:
         self.engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(tensors.items()), "is_checkpoint_format": True}
         )
+        self.engine.collective_rpc(_refresh_tied_head)
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise WeightsMismatch(
                 f"generator {self.replica}", "the prefix cache of the old weights could not be dropped"
             )
         self.version = manifest.version
+
+
+def _refresh_tied_head(worker: Any) -> None:
+    """Derive a tied head's compute form from the embedding that was just loaded.
+
+    `reload_weights` processes the layers whose names arrive. A tied lm_head has none: on a CPU it keeps computing with
+    the copy it packed at start, and vLLM only warns that it "failed to load weights" (0.32).
+    """
+    model = worker.model_runner.get_model()
+    head = getattr(model, "lm_head", None)
+    if head is None or not getattr(model.config, "tie_word_embeddings", False):
+        return
+    embedding = model.model.embed_tokens
+    if head is not embedding:
+        head.weight = embedding.weight
+    head.quant_method.process_weights_after_loading(head)
 
 
 def expected_tensors(folder: Path, dtype: str) -> dict[str, TensorSpec]:

@@ -162,6 +162,8 @@ class _Bootstrap:
 
     def __call__(self) -> None:
         os.environ.update(self.env)
+        # Parts share the machine's cores: a thread that waits at a barrier must not spin on one.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         _keep_freed_memory()
         if self.log is not None:
             rank = current_rank().rank

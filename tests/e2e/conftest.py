@@ -36,7 +36,8 @@ def train_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
         job = {
             "model": str(model),
             "rendezvous": str(folder / "rendezvous"),
-            "overrides": [f"trainer.ranks={ranks}", *overrides],
+            "ranks": ranks,
+            "overrides": list(overrides),
             "actions": actions,
             "result": str(folder / "result.json"),
         }

@@ -46,14 +46,21 @@ def groups(vocab: int, *, num_groups: int = 3, size: int = 4, logprob: float = -
 
 def main() -> None:
     rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
-    config = load_config("grpo", job["overrides"])
-    init_process(rank, config.trainer.ranks, job["rendezvous"], on_cpu=True, threads=1)
-    trainer = TitanTrainer(config, Path(job["model"]))
+    init_process(rank, job["ranks"], job["rendezvous"], on_cpu=True, threads=1)
+
+    def build(overrides: list[str], model: str) -> TitanTrainer:
+        config = load_config("grpo", [f"trainer.ranks={job['ranks']}", *overrides])
+        return TitanTrainer(config, Path(model))
+
+    trainer = build(job["overrides"], job["model"])
     vocab = trainer.model.config.vocab_size
     results: list[Any] = []
     for action in job["actions"]:
         kind = action.pop("do")
-        if kind == "step":
+        if kind == "build":  # start anew in the same process: importing titan is what takes time
+            trainer = build(action["overrides"], action.get("model", job["model"]))
+            vocab = trainer.model.config.vocab_size
+        elif kind == "step":
             stats = trainer.step(groups(vocab, **action))
             results.append(dict(stats.metrics))
         elif kind == "logprobs":

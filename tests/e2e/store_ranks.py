@@ -65,7 +65,8 @@ class Reader(ForgeActor):
     async def get(self, version: int) -> dict[str, bool]:
         found = await weights.get(STORE, manifest(version))
         return {
-            n: torch.equal(t, full(n, version)) and t.dtype is TENSORS[n][1] and t.is_contiguous() for n, t in found.items()
+            n: torch.equal(t, full(n, version)) and t.dtype is TENSORS[n][1] and t.is_contiguous()
+            for n, t in found.items()
         }
 
     @concurrent_endpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 pytestmark = pytest.mark.filterwarnings("default")
 
 Ranks = Callable[..., list[Any]]
@@ -21,12 +18,9 @@ Ranks = Callable[..., list[Any]]
 
 def hf_logprobs(folder: Path, vocab: int) -> list[list[Any]]:
     """Log-probs of the same made-up episodes, unpacked, one sequence at a time."""
-    import importlib.util
-
     source = (Path(__file__).parent / "rank.py").read_text().replace("\nmain()\n", "\n")
     scope: dict[str, Any] = {}
     exec(compile(source, "rank.py", "exec"), scope)
-    assert importlib.util is not None
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for group in scope["groups"](vocab):
@@ -65,24 +59,31 @@ LLAMA3_ROPE = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-        transformers.LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
-        transformers.Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, tie_word_embeddings=True),
-        transformers.Qwen3Config(**{**SMALL, "head_dim": 32}, tie_word_embeddings=False),
-    ],
-    ids=["llama-biases", "llama3-rope", "qwen2", "qwen3-wide-heads"],
-)
-def test_every_family_gives_hugging_faces_logprobs(config: Any, tmp_path: Path, train_ranks: Ranks) -> None:
+FAMILIES = {
+    "llama with biases": transformers.LlamaConfig(
+        **SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+    ),
+    "llama 3 rope": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "qwen2": transformers.Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, tie_word_embeddings=True),
+    "qwen3 with wide heads": transformers.Qwen3Config(**{**SMALL, "head_dim": 32}, tie_word_embeddings=False),
+}
+
+
+def test_every_family_gives_hugging_faces_logprobs(tmp_path: Path, train_ranks: Ranks) -> None:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():  # large enough that every part of the computation shows
-        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else torch.nn.init.normal_(parameter, 1.0, 0.2)
-    model.save_pretrained(tmp_path / "m")
-    (ours,) = train_ranks(tmp_path / "m", [{"do": "logprobs"}])
-    assert largest_difference(ours, hf_logprobs(tmp_path / "m", 256)) < 1e-4
+    actions = []
+    for name, config in FAMILIES.items():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():  # large enough that every part of the computation shows
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+            else:
+                torch.nn.init.normal_(parameter, 1.0, 0.2)
+        model.save_pretrained(tmp_path / name)
+        actions += [{"do": "build", "overrides": [], "model": str(tmp_path / name)}, {"do": "logprobs"}]
+    found = train_ranks(tmp_path / "qwen2", actions)
+    for name, ours in zip(FAMILIES, found, strict=True):
+        assert largest_difference(ours, hf_logprobs(tmp_path / name, 256)) < 1e-4, name
 
 
 def test_sharing_prompts_changes_no_logprob(tiny: Path, train_ranks: Ranks) -> None:
@@ -91,24 +92,30 @@ def test_sharing_prompts_changes_no_logprob(tiny: Path, train_ranks: Ranks) -> N
         assert a == pytest.approx(b, abs=1e-5)
 
 
+LR = "trainer.lr=1e-3"
+TWO_STEPS = [{"do": "step"}, {"do": "step"}]
+
+
 @pytest.fixture(scope="module")
-def one_rank(tiny: Path, train_ranks: Ranks) -> Any:
-    return train_ranks(tiny, [{"do": "step"}, {"do": "step"}], overrides=("trainer.micro_batch=8", "trainer.lr=1e-3"))
+def whole_batches(tiny: Path, train_ranks: Ranks) -> Any:
+    return train_ranks(tiny, TWO_STEPS, overrides=("trainer.micro_batch=12", LR))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 8), (3, 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(
-    ranks: int, micro_batch: int, tiny: Path, train_ranks: Ranks, one_rank: Any
+    ranks: int, tiny: Path, train_ranks: Ranks, whole_batches: Any
 ) -> None:
-    steps = train_ranks(
-        tiny,
-        [{"do": "step"}, {"do": "step"}],
-        ranks=ranks,
-        overrides=(f"trainer.micro_batch={micro_batch}", "trainer.lr=1e-3"),
-    )
-    for ours, reference in zip(steps, one_rank, strict=True):
-        for key in ("loss/total", "trainer/grad_norm", "ratio/mean", "logprob_gap/max", "policy/entropy"):
-            assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-6), key
+    sizes = (1, 2, 8)
+    actions = [
+        action
+        for size in sizes
+        for action in ({"do": "build", "overrides": [f"trainer.micro_batch={size}", LR]}, *TWO_STEPS)
+    ]
+    found = train_ranks(tiny, actions, ranks=ranks)
+    for i, size in enumerate(sizes):
+        for ours, reference in zip(found[2 * i : 2 * i + 2], whole_batches, strict=True):
+            for key in ("loss/total", "trainer/grad_norm", "ratio/mean", "logprob_gap/max", "policy/entropy"):
+                assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-6), (size, key)
 
 
 def test_a_batch_without_signal_leaves_the_weights_alone_and_is_counted(tiny: Path, train_ranks: Ranks) -> None:
@@ -150,12 +157,10 @@ def test_the_saved_folder_holds_the_trained_weights_for_transformers(
         ranks=2,
         overrides=("trainer.lr=1e-2", "generator.dtype=float32"),
     )
-    changed = largest_difference(ours, hf_logprobs(tiny, 512))
-    assert changed > 0.1
-    # rank 0 reports its share of the episodes
-    wanted = {(g, m) for g, m, _ in ours}
-    theirs = [row for row in hf_logprobs(path, 512) if (row[0], row[1]) in wanted]
-    assert largest_difference(ours, theirs) < 1e-4
+    mine = {(g, m) for g, m, _ in ours}  # rank 0 reports its share of the episodes
+    before, after = ([row for row in hf_logprobs(f, 512) if (row[0], row[1]) in mine] for f in (tiny, path))
+    assert largest_difference(ours, before) > 0.1
+    assert largest_difference(ours, after) < 1e-4
     names = {p.name for p in path.iterdir()}
     assert {"config.json", "tokenizer.json", "generation_config.json", "model.safetensors"} <= names
     transformers.AutoTokenizer.from_pretrained(path)

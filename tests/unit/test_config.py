@@ -76,7 +76,9 @@ def test_paths_of_ones_own_stand_for_model_and_data(tmp_path: Path) -> None:
 
 def test_a_file_is_checked_like_the_command_line_which_wins(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("steps: 7\nmodel: tiny\ntrainer:\n  lr: 1e-6\nasync.max_age: 2\ndata:\n  task_args: {min_terms: 3}\n")
+    file.write_text(
+        "steps: 7\nmodel: tiny\ntrainer:\n  lr: 1e-6\nasync.max_age: 2\ndata:\n  task_args: {min_terms: 3}\n"
+    )
     config = load_config("grpo", ["steps=9"], file=file)
     assert (config.steps, config.trainer.lr, config.async_.max_age) == (9, 1e-6, 2)
     assert config.model.name == "tiny"

@@ -13,11 +13,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from forge.apps.fetch import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forge.fetch as module
+from forge.apps.fetch import main
 from forge.errors import ModelFolderError, PartFailed
 from forge.fetch import DIGESTS, damage, fetch
 from forge.model_folder import check_model_folder
