@@ -55,7 +55,7 @@ class Published:
     """One rank's shards of a version, in the dtype that generators serve, frozen at the end of a step."""
 
     shards: dict[str, Tensor]
-    """DTensors by Hugging Face name."""
+    """By Hugging Face name: DTensors, or plain tensors that this rank alone publishes."""
     changed: int
     """Elements of this rank whose value differs from the previous version's."""
     total: int
@@ -288,22 +288,33 @@ class TitanTrainer:
         shards: dict[str, Tensor] = {}
         changed = total = 0
         for name, parameter in self._published_parameters():
-            _, start = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            offset = start[0] * math.prod(parameter.shape[1:])  # FSDP shards the first dimension
-            local = dithered(parameter.to_local(), offset=offset, dtype=dtype)
+            whole = leaves_a_rank_empty(parameter.shape[0], self.world_size)
+            if whole:
+                full = parameter.full_tensor()  # a collective: every rank takes part
+                if self.rank != 0:
+                    continue
+                local = dithered(full, dtype=dtype)
+            else:
+                _, start = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                offset = start[0] * math.prod(parameter.shape[1:])  # FSDP shards the first dimension
+                local = dithered(parameter.to_local(), offset=offset, dtype=dtype)
             before = self._last.get(name)
             changed += local.numel() if before is None else int((local != before).sum())
             total += local.numel()
             self._last[name] = local
-            shards[hf_name(name)] = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
+            shards[hf_name(name)] = (
+                local
+                if whole
+                else DTensor.from_local(
+                    local,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
             )
         return Published(shards=shards, changed=changed, total=total)
 
@@ -433,6 +444,15 @@ class TitanTrainer:
             step = moments["step"]
             state[f"step:{name}"] = step.to_local() if hasattr(step, "to_local") else step
         return state
+
+
+def leaves_a_rank_empty(rows: int, ranks: int) -> bool:
+    """Whether FSDP's split of `rows` into equal chunks leaves some rank without any.
+
+    TorchStore cannot read a tensor of which a writer holds nothing; rank 0 then publishes it whole.
+    Example: 5 rows over 4 ranks are 2, 2, 1, 0.
+    """
+    return math.ceil(rows / ranks) * (ranks - 1) >= rows
 
 
 def _rank_file(rank: int, world_size: int) -> str:

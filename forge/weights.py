@@ -14,6 +14,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from forge.errors import PartFailed
 from forge.mesh import FRAME_LIMIT, endpoint
 from forge.types import Manifest, TensorSpec
@@ -76,7 +78,7 @@ class WeightStore:
         """Delete every version older than `version`; call it when no reader uses them any more."""
         for old in [v for v in self._live if v < version]:
             manifest = self._live.pop(old)
-            await _gather(torchstore.delete(_key(old, n), store_name=self.name) for n in manifest.tensors)
+            await _gather(torchstore.delete(_key(old, n), store_name=self.name) for n in _stored(manifest))
 
     async def close(self) -> None:
         """Drop everything."""
@@ -105,7 +107,9 @@ async def put(store: str, version: int, shards: Mapping[str, Any]) -> None:
                 f"{name} has a shard of {size} bytes and {FRAME_LIMIT}={limit} does not let it pass in one message: "
                 "raise that environment variable or shard over more trainer.ranks",
             )
-    await _gather(torchstore.put(_key(version, name), shard, store_name=store) for name, shard in shards.items())
+    # TorchStore cannot give back a tensor without elements; readers make those from the manifest.
+    full = {name: shard for name, shard in shards.items() if shard.numel()}
+    await _gather(torchstore.put(_key(version, name), shard, store_name=store) for name, shard in full.items())
 
 
 async def get(store: str, manifest: Manifest) -> dict[str, Any]:
@@ -114,13 +118,21 @@ async def get(store: str, manifest: Manifest) -> dict[str, Any]:
     Raises:
         PartFailed: a tensor of the manifest is not in the store.
     """
-    names = list(manifest.tensors)
+    names = _stored(manifest)
     try:
-        tensors = await _gather(torchstore.get(_key(manifest.version, n), store_name=store) for n in names)
+        found = await _gather(torchstore.get(_key(manifest.version, n), store_name=store) for n in names)
     except KeyError as error:
         reason = str(error).splitlines()[0][:300]
         raise PartFailed("weight store", f"version {manifest.version} is not complete in the store: {reason}") from None
-    return dict(zip(names, tensors, strict=True))
+    tensors = dict(zip(names, found, strict=True))
+    return {
+        name: tensors[name] if name in tensors else torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        for name, spec in manifest.tensors.items()
+    }
+
+
+def _stored(manifest: Manifest) -> list[str]:
+    return [name for name, spec in manifest.tensors.items() if math.prod(spec.shape)]
 
 
 def _key(version: int, name: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from forge import weights
 from forge.actors.base import ForgeActor
+from forge.engine_titan import leaves_a_rank_empty
 from forge.errors import ForgeError
 from forge.mesh import concurrent_endpoint, current_rank, spawn
 from forge.types import Manifest, TensorSpec
@@ -21,6 +22,7 @@ TENSORS = {
     "wide": ((64, 1001), torch.bfloat16),
     "vector": ((10,), torch.float32),
     "one": ((1,), torch.bfloat16),
+    "four of three": ((4, 2), torch.float32),
     "empty": ((0, 4), torch.float32),
 }
 STORE = "test-store"
@@ -56,7 +58,12 @@ class Writer(ForgeActor):
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = init_device_mesh("cpu", (self.ranks,))
-        shards = {n: distribute_tensor(full(n, version), mesh, [Shard(0)]) for n in TENSORS}
+        shards: dict[str, torch.Tensor] = {}
+        for name, (shape, _) in TENSORS.items():
+            if not leaves_a_rank_empty(shape[0], self.ranks):
+                shards[name] = distribute_tensor(full(name, version), mesh, [Shard(0)])
+            elif current_rank().rank == 0:
+                shards[name] = full(name, version)
         await weights.put(STORE, version, shards)
 
 

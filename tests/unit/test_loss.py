@@ -89,7 +89,7 @@ def test_no_trained_token_gives_zero_loss_and_no_nan() -> None:
     empty = torch.zeros(0, requires_grad=True)
     loss, _ = grpo_loss(empty, empty, empty, empty, settings=SETTINGS, denominator=0)
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert loss_metrics({}, tokens=0, kl=0.0)["loss/total"] == 0.0
 
 
