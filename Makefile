@@ -18,7 +18,9 @@ help:
 install:
 	@scripts/install.sh
 
+# A second demo replaces the first; only the folder that an earlier demo made is removed.
 demo: install
+	@rm -rf runs/grpo/demo
 	$(BIN)/forge grpo experiment=demo $(ARGS)
 
 bench: install

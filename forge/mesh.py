@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -107,9 +108,21 @@ class Part:
                 os.kill(pid, signal.SIGKILL)
 
 
+@functools.cache
 def host() -> Any:
-    """The host mesh of this machine."""
-    return this_host()
+    """The host mesh of this machine.
+
+    Monarch's runtime starts here and announces its own log file on the terminal; that one line is let go.
+    """
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        return this_host()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 async def spawn(
@@ -128,7 +141,7 @@ async def spawn(
     """
     slug = name.replace(" ", "-")
     setup = _Bootstrap(env=dict(env or {}), log=str(log_dir / slug) if log_dir else None, parent=os.getpid())
-    procs = this_host().spawn_procs(per_host={"ranks": count}, bootstrap=setup, name=slug)
+    procs = host().spawn_procs(per_host={"ranks": count}, bootstrap=setup, name=slug)
     await procs.initialized
     probe = procs.spawn(f"{slug}_pid", _Pid)
     pids = [pid for _, pid in (await probe.pid.call()).items()]
