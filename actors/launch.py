@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import statistics
@@ -25,7 +26,7 @@ from forge.actors.generator import Generator
 from forge.actors.reference import Reference
 from forge.actors.reward import RewardActor
 from forge.actors.trainer import Trainer
-from forge.config import GrpoConfig, to_yaml
+from forge.config import Device, GrpoConfig, to_yaml
 from forge.data import Dataset, Rows, SkippedRow, build_dataset, load_rows
 from forge.engine_vllm import prepare_environment
 from forge.errors import ConfigError, DataError, ForgeError, PartFailed
@@ -404,23 +405,41 @@ async def _spawn_cast(
     parts: list[Part] = []
     stack.push_async_callback(_close, parts)
 
+    gpus = itertools.count()
+
     async def start(
-        name: str, actor: type[ForgeActor], *args: Any, count: int = 1, env: dict[str, str] | None = None
+        name: str,
+        actor: type[ForgeActor],
+        *args: Any,
+        count: int = 1,
+        env: dict[str, str] | None = None,
+        num_gpus: int = 0,
     ) -> Part:
-        part = await spawn(name, actor, *args, count=count, log_dir=folder.logs, env=env)
+        mine: range | None = None
+        if config.placement.device is Device.gpu:  # in order of starting: trainer, generators, reference
+            taken = list(itertools.islice(gpus, num_gpus))
+            mine = range(taken[0], taken[-1] + 1) if taken else range(0)
+        part = await spawn(name, actor, *args, count=count, log_dir=folder.logs, env=env, gpus=mine)
         parts.append(part)
         return part
 
     generators: list[Part]
+    ranks, tp = config.trainer.ranks, config.generator.tensor_parallel
     volume, trainer, scorer, *rest = await asyncio.gather(
         start("weight store", ForgeActor),
-        start("trainer", Trainer, config, model, store.name, str(scratch / "trainer"), count=config.trainer.ranks),
+        start("trainer", Trainer, config, model, store.name, str(scratch / "trainer"), count=ranks, num_gpus=ranks),
         start("reward", RewardActor, config.reward, reward),
         *(
-            start(f"generator {i}", Generator, config, model, store.name, i, env=prepare_environment(config))
+            start(
+                f"generator {i}", Generator, config, model, store.name, i, env=prepare_environment(config), num_gpus=tp
+            )
             for i in range(config.generator.replicas)
         ),
-        *([start("reference", Reference, config, model, str(scratch / "reference"))] if config.algo.kl > 0 else []),
+        *(
+            [start("reference", Reference, config, model, str(scratch / "reference"), num_gpus=1)]
+            if config.algo.kl > 0
+            else []
+        ),
     )
     generators = rest[: config.generator.replicas]
     reference = rest[config.generator.replicas] if config.algo.kl > 0 else None

@@ -43,7 +43,7 @@ def init_process(rank: int, world_size: int, rendezvous: str, *, on_cpu: bool, t
         # titan settles on cuda at import, whatever the machine has
         titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
     else:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(0)  # each process sees its own GPU alone
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo" if on_cpu else "cpu:gloo,cuda:nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size

@@ -132,15 +132,18 @@ async def spawn(
     count: int = 1,
     log_dir: Path | None = None,
     env: Mapping[str, str] | None = None,
+    gpus: range | None = None,
 ) -> Part:
     """Start `count` processes with one `actor(*args)` in each.
 
     Args:
         name: of the part; log files are `log_dir`/<name>-<rank>.log.
         env: variables set there before anything else is imported.
+        gpus: GPUs of this host for the part, the same number for each process; None leaves them as they are.
     """
     slug = name.replace(" ", "-")
-    setup = _Bootstrap(env=dict(env or {}), log=str(log_dir / slug) if log_dir else None, parent=os.getpid())
+    log = str(log_dir / slug) if log_dir else None
+    setup = _Bootstrap(env=dict(env or {}), log=log, parent=os.getpid(), gpus=gpus, count=count)
     procs = host().spawn_procs(per_host={"ranks": count}, bootstrap=setup, name=slug)
     await procs.initialized
     probe = procs.spawn(f"{slug}_pid", _Pid)
@@ -172,9 +175,13 @@ class _Bootstrap:
     env: dict[str, str]
     log: str | None
     parent: int
+    gpus: range | None
+    count: int
 
     def __call__(self) -> None:
         os.environ.update(self.env)
+        if self.gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus_of(current_rank().rank, self.count, self.gpus)
         # Parts share the machine's cores: a thread that waits at a barrier must not spin on one.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         _keep_freed_memory()
@@ -187,6 +194,15 @@ class _Bootstrap:
             os.dup2(descriptor, 2)
             os.close(descriptor)
         threading.Thread(target=_die_with, args=(self.parent,), name="parent-watch", daemon=True).start()
+
+
+def gpus_of(rank: int, count: int, gpus: range) -> str:
+    """CUDA_VISIBLE_DEVICES of one process: an equal share of the part's GPUs.
+
+    Example: gpus_of(1, 2, range(4, 8)) is "6,7".
+    """
+    share = len(gpus) // count
+    return ",".join(map(str, gpus[rank * share : (rank + 1) * share]))
 
 
 def _keep_freed_memory() -> None:
