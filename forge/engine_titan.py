@@ -272,6 +272,8 @@ class TitanTrainer:
             p, lp, _ = self.forward(micro)
             for i, e in enumerate(micro):
                 result[e.group, e.member] = tuple(lp[p.episode == i].tolist())
+        for module in self._fsdp_modules():
+            module.reshard()  # without a backward pass nothing else does, and gathered parameters are not what is saved
         return result
 
     # ---- what leaves the trainer ------------------------------------------------------------------------------
@@ -342,6 +344,7 @@ class TitanTrainer:
         from safetensors.torch import save_file
 
         from forge.engine_titan_model import hf_name
+        from forge.model_folder import INDEX
 
         dtype = getattr(torch, self.config.generator.dtype.value)
         partial = target.with_name(target.name + ".partial")
@@ -375,7 +378,7 @@ class TitanTrainer:
             if len(shards) > 1:
                 total = sum(t.nbytes for s in shards for t in s.values())
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+                (partial / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
         dist.barrier()

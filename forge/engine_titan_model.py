@@ -29,6 +29,7 @@ from torchtitan.protocols.module import Module
 
 from forge.batch import Pack
 from forge.errors import ModelFolderError
+from forge.model_folder import weight_map
 
 _NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -227,12 +228,7 @@ def attention_masks(pack: Pack, *, on_cpu: bool) -> Any:
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a folder by its Hugging Face name; the index decides which shard a name is read from."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    else:
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            where = dict.fromkeys(file.keys(), "model.safetensors")
+    where = weight_map(folder)
     for shard in sorted(set(where.values())):
         with safe_open(folder / shard, framework="pt") as file:
             for name in (n for n, s in where.items() if s == shard):

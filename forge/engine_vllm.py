@@ -7,6 +7,7 @@ and takes weights between two steps, so a token is sampled wholly by one version
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 
 from forge.config import Device, GrpoConfig, Swap
 from forge.errors import WeightsMismatch
+from forge.model_folder import read_header, weight_map
 from forge.types import Completion, FinishReason, Manifest, SamplingRequest, TensorSpec
 
 MISSING_LOGPROB = math.nan
@@ -218,22 +220,14 @@ def expected_tensors(folder: Path, dtype: str) -> dict[str, TensorSpec]:
 
     A separate lm_head of a model that ties it is left out: the tied weight travels once, under the embedding's name.
     """
-    import json
-
-    from safetensors import safe_open
-
     tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    else:
-        where = {}
-    expected: dict[str, TensorSpec] = {}
-    for shard in sorted(set(where.values()) or {"model.safetensors"}):
-        with safe_open(folder / shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                if where.get(name, shard) == shard and not name.endswith("rotary_emb.inv_freq"):
-                    expected[name] = TensorSpec(shape=tuple(file.get_slice(name).get_shape()), dtype=dtype)
+    where = weight_map(folder)
+    headers = {shard: read_header(folder / shard) for shard in set(where.values())}
+    expected = {
+        name: TensorSpec(shape=tuple(headers[shard][name]["shape"]), dtype=dtype)
+        for name, shard in where.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
     if tied:
         expected.pop("lm_head.weight", None)
     return expected

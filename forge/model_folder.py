@@ -19,6 +19,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format; more means the file is something else."""
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DTYPES = {"F32", "F16", "BF16"}
@@ -43,6 +44,15 @@ def check_model_folder(path: Path) -> None:
         problems.extend(_disagreements(config, tensors))
     if problems:
         raise ModelFolderError([f"{path}: {problem}" for problem in problems])
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Which file of a checked folder each tensor is read from; where there is an index, it decides."""
+    index = path / INDEX
+    if index.exists():
+        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return found
+    return dict.fromkeys(read_header(path / SINGLE), SINGLE)
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:

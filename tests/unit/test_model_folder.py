@@ -191,3 +191,17 @@ def test_a_broken_index_is_refused(folder, content):
     (folder / INDEX).write_text(content)
     (found,) = problems(folder)
     assert found.startswith(INDEX)
+
+
+def test_the_index_says_which_file_a_tensor_is_read_from(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from forge.model_folder import weight_map
+
+    save_file({"a": np.zeros(2, np.float32), "stale": np.zeros(1, np.float32)}, tmp_path / "one.safetensors")
+    save_file({"b": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    assert weight_map(tmp_path) == {"b": "model.safetensors"}
+    where = {"a": "one.safetensors", "b": "model.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert weight_map(tmp_path) == where
