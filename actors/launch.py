@@ -27,14 +27,13 @@ from forge.actors.reference import Reference
 from forge.actors.reward import RewardActor
 from forge.actors.trainer import Trainer
 from forge.config import Device, GrpoConfig, to_yaml
-from forge.data import Dataset, Rows, SkippedRow, build_dataset, load_rows
+from forge.data import Dataset
 from forge.engine_vllm import prepare_environment
-from forge.errors import ConfigError, DataError, ForgeError, PartFailed
-from forge.fetch import fetch
+from forge.errors import ConfigError, ForgeError, PartFailed
+from forge.inputs import check_inputs
 from forge.loop import GrpoLoop, evaluate
 from forge.mesh import Part, spawn, watch_faults
-from forge.model_folder import check_model_folder
-from forge.reward import Reward, build_reward, gold_problem
+from forge.reward import Reward
 from forge.runfolder import RunFolder
 from forge.service import GeneratorPool
 from forge.tracker import open_trackers
@@ -44,10 +43,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
 """How long parts may take to close before their processes are stopped."""
-
-
-LISTED_ROWS = 20
-"""Bad rows that a refusal lists."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -301,7 +296,7 @@ async def launch(
     """
     started = time.monotonic() if started is None else started
     on_stage("checking model and data")
-    model, dataset, resume = await asyncio.to_thread(_check_input, config, reward)
+    model, dataset, resume = await asyncio.to_thread(check_inputs, config, reward)
     folder = RunFolder.create(Path(config.out), "grpo", config.name, resume=resume is not None)
     folder.write_config(to_yaml(config))
     async with contextlib.AsyncExitStack() as stack:
@@ -322,67 +317,6 @@ async def launch(
                 await run.finish(status)
 
 
-def _check_input(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Dataset, Path | None]:
-    """Everything that can be refused, cheapest first."""
-    if reward is None:
-        build_reward(config.reward.name)
-    resume: Path | None = None
-    if config.resume == "auto":
-        assert config.name is not None
-        resume = checkpoint.Checkpoints(Path(config.out) / "grpo" / config.name / "checkpoints", keep=1).latest()
-    elif config.resume != "never":
-        resume = Path(config.resume)
-    if resume is not None:
-        checkpoint.check_resumable(
-            checkpoint.read_state(resume),
-            seed=config.seed,
-            prompts_per_step=config.prompts_per_step,
-            steps=config.steps,
-        )
-    if config.model.path is not None:
-        check_model_folder(Path(config.model.path))
-    compares = reward is None and config.reward.name in ("math", "exact")
-    rows = load_rows(config.data, seed=config.seed, answer_required=compares)
-    if reward is None and config.reward.name == "math":
-        rows = _gradable(rows, skip=config.data.skip_bad_rows)
-    model = Path(config.model.path) if config.model.path is not None else fetch(config.model.name)
-    if config.model.path is None:
-        check_model_folder(model)
-
-    from transformers import AutoTokenizer
-
-    dataset = build_dataset(
-        rows,
-        AutoTokenizer.from_pretrained(model),
-        config.data,
-        seed=config.seed,
-        max_prompt_tokens=config.max_prompt_tokens,
-        prompts_per_step=config.prompts_per_step,
-    )
-    return model, dataset, resume
-
-
-def _gradable(rows: Rows, *, skip: bool) -> Rows:
-    """The rows whose reference answer a completion can be compared with; others are refused, or skipped and counted."""
-    bad = {r.id: problem for r in rows.rows if (problem := gold_problem(r.answer)) is not None}
-    if not bad:
-        return rows
-    if not skip:
-        listed = [f"{row_id}: {problem}" for row_id, problem in list(bad.items())[:LISTED_ROWS]]
-        raise DataError(
-            [
-                f"{rows.source}: {len(bad)} of {len(rows.rows)} answers cannot be graded as math: mend them, set "
-                "data.skip_bad_rows=true, or use reward.name=exact",
-                *listed,
-            ]
-        )
-    return replace(
-        rows,
-        rows=tuple(r for r in rows.rows if r.id not in bad),
-        skipped=rows.skipped + tuple(SkippedRow(id=i, reason=problem) for i, problem in bad.items()),
-    )
-
-
 async def _spawn_cast(
     config: GrpoConfig,
     reward: Reward | None,
@@ -399,7 +333,7 @@ async def _spawn_cast(
             f"{len(dataset.skipped)} rows skipped, the first: {dataset.skipped[0].id}: {dataset.skipped[0].reason}"
         )
     on_stage("starting processes")
-    watch_faults(lambda failure: log.warning("%s", failure.splitlines()[0] if failure else failure))
+    watch_faults(lambda failure: log.info("%s", failure))  # whoever calls the part is told, and says which it was
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
     store = weights.WeightStore(f"weights-{os.getpid()}-{time.time_ns()}")
     parts: list[Part] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -15,6 +16,8 @@ from forge.errors import ForgeError, RefusedInput
 
 def configured(app: str, argv: Sequence[str]) -> GrpoConfig | int:
     """The configuration that the arguments ask for, or the exit status when there is nothing to run."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a reward of one's own may lie in the folder one works in
     parser = argparse.ArgumentParser(
         prog=f"forge {app}",
         description="Arguments are key=value. Keys and their meaning: docs/config.md, or --keys.",
@@ -93,8 +96,6 @@ def kill_children() -> None:
 
 def exit_now(status: int) -> None:
     """End without waiting for threads of vendors."""
-    import os
-
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

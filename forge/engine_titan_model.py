@@ -29,7 +29,7 @@ from torchtitan.protocols.module import Module
 
 from forge.batch import Pack
 from forge.errors import ModelFolderError
-from forge.model_folder import weight_map
+from forge.model_folder import not_computed, weight_map
 
 _NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -133,12 +133,8 @@ def titan_config(hf: Mapping[str, Any], *, max_len: int, on_cpu: bool) -> Llama3
         raise ModelFolderError(
             f"model_type must be llama, qwen2 or qwen3, got {family!r}: use a model of these families"
         )
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ModelFolderError(f"hidden_act must be silu, got {hf['hidden_act']!r}")
-    if hf.get("use_sliding_window"):
-        raise ModelFolderError(
-            "use_sliding_window must be false: sliding-window layers are not computed by the trainer"
-        )
+    if problems := list(not_computed(hf)):
+        raise ModelFolderError(problems)
     dim, heads = hf["hidden_size"], hf["num_attention_heads"]
     kv_heads = hf.get("num_key_value_heads") or heads
     head_dim = hf.get("head_dim") or dim // heads
@@ -195,18 +191,15 @@ def _rope(hf: Mapping[str, Any], head_dim: int, max_len: int) -> CosSinRoPE.Conf
     theta = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
     if kind == "default":
         return CosSinRoPE.Config(dim=head_dim, max_seq_len=max_len, theta=theta)
-    if kind == "llama3":
-        return ScaledRoPE.Config(
-            dim=head_dim,
-            max_seq_len=max_len,
-            theta=theta,
-            scaling_factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position_embeddings=rope["original_max_position_embeddings"],
-        )
-    raise ModelFolderError(
-        f"RoPE type must be default or llama3, got {kind!r}: the trainer does not compute it exactly"
+    assert kind == "llama3"  # not_computed refused all others
+    return ScaledRoPE.Config(
+        dim=head_dim,
+        max_seq_len=max_len,
+        theta=theta,
+        scaling_factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
     )
 
 

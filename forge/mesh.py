@@ -33,7 +33,17 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint, th
 
 from forge.errors import ForgeError, PartFailed  # noqa: E402
 
-__all__ = ["Actor", "Part", "concurrent_endpoint", "current_rank", "endpoint", "host", "spawn", "watch_faults"]
+__all__ = [
+    "Actor",
+    "Part",
+    "SupervisionError",
+    "concurrent_endpoint",
+    "current_rank",
+    "endpoint",
+    "host",
+    "spawn",
+    "watch_faults",
+]
 
 try:
     from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -89,10 +99,9 @@ class Part:
             raise PartFailed(
                 self.name, f"{endpoint} failed: {error.exception!r}\n{error.exception_formatted}"
             ) from None
-        except SupervisionError as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        except SupervisionError:
             raise PartFailed(
-                self.name, f"its process died during {endpoint} ({first}); see its log in the run folder"
+                self.name, f"its process died during {endpoint}; its log is in logs/ of the run folder"
             ) from None
 
     async def stop(self) -> None:

@@ -97,6 +97,8 @@ def _check_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
         if sizes:
             problems.append(f"config.json: {', '.join(sizes)} must be whole numbers above 0")
             config = None
+        else:
+            problems.extend(f"config.json: {problem}" for problem in not_computed(config))
     if config is not None and config.get("quantization_config") is not None:
         kind = config["quantization_config"]
         method = kind.get("quant_method") if isinstance(kind, Mapping) else kind
@@ -107,12 +109,31 @@ def _check_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
     return config
 
 
+def not_computed(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the trainer would not compute as the configuration says."""
+    heads, keys = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    if not config.get("head_dim") and config["hidden_size"] % heads:
+        yield f"hidden_size {config['hidden_size']} must be a multiple of num_attention_heads {heads}"
+    if type(keys) is not int or keys < 1 or heads % keys:
+        yield f"num_attention_heads {heads} must be a multiple of num_key_value_heads {keys}"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act must be silu, got {config['hidden_act']!r}"
+    if config.get("use_sliding_window"):
+        yield "use_sliding_window must be false: sliding-window layers are not computed by the trainer"
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        yield f"RoPE type must be default or llama3, got {kind!r}: the trainer does not compute it exactly"
+
+
 def _check_tokenizer(path: Path, problems: list[str]) -> None:
     if (path / "tokenizer.json").exists():
         _read_object(path / "tokenizer.json", problems)
     elif not (path / "tokenizer.model").exists():
         problems.append("tokenizer.json is missing: copy it from where the model came")
     _read_object(path / "tokenizer_config.json", problems)
+    if (path / "generation_config.json").exists():
+        _read_object(path / "generation_config.json", problems)
 
 
 def _check_weights(path: Path, problems: list[str]) -> dict[str, dict[str, Any]] | None:
@@ -181,30 +202,42 @@ def _read_headers(files: Iterable[Path], problems: list[str]) -> dict[str, dict[
 
 
 def _disagreements(config: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    needed = set(_needed(config))
-    missing = sorted(needed - tensors.keys())
+    needed = dict(_needed(config))
+    missing = sorted(needed.keys() - tensors.keys())
     if missing:
         yield f"the weights lack {len(missing)} tensors that config.json implies ({_some(missing)})"
     odd = sorted({str(t.get("dtype")) for t in tensors.values()} - _DTYPES)
     if odd:
         yield f"weights of type {', '.join(odd)}: must be {', '.join(sorted(_DTYPES))}; start from an unquantized model"
-    embedding = tensors.get("model.embed_tokens.weight")
-    expected = [config["vocab_size"], config["hidden_size"]]
-    if embedding is not None and embedding.get("shape") != expected:
-        yield f"model.embed_tokens.weight has shape {embedding.get('shape')}, config.json says {expected}"
+    for name, shape in needed.items():
+        if name in tensors and tensors[name].get("shape") != shape:
+            yield f"{name} has shape {tensors[name].get('shape')}, config.json says {shape}"
 
 
-def _needed(config: Mapping[str, Any]) -> Iterator[str]:
-    yield "model.embed_tokens.weight"
-    yield "model.norm.weight"
+def _needed(config: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
+    """Name and shape of every weight that a configuration implies."""
+    width, hidden, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    keys = (config.get("num_key_value_heads") or heads) * head_dim
+    yield "model.embed_tokens.weight", [config["vocab_size"], width]
+    yield "model.norm.weight", [width]
     if not config.get("tie_word_embeddings"):
-        yield "lm_head.weight"
-    parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    parts += ["input_layernorm", "post_attention_layernorm"]
+        yield "lm_head.weight", [config["vocab_size"], width]
+    parts = {
+        "self_attn.q_proj": [heads * head_dim, width],
+        "self_attn.k_proj": [keys, width],
+        "self_attn.v_proj": [keys, width],
+        "self_attn.o_proj": [width, heads * head_dim],
+        "mlp.gate_proj": [hidden, width],
+        "mlp.up_proj": [hidden, width],
+        "mlp.down_proj": [width, hidden],
+        "input_layernorm": [width],
+        "post_attention_layernorm": [width],
+    }
     if config["model_type"] == "qwen3":
-        parts += ["self_attn.q_norm", "self_attn.k_norm"]
+        parts |= {"self_attn.q_norm": [head_dim], "self_attn.k_norm": [head_dim]}
     for layer in range(config["num_hidden_layers"]):
-        yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
+        yield from ((f"model.layers.{layer}.{part}.weight", shape) for part, shape in parts.items())
 
 
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:

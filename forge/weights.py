@@ -7,17 +7,18 @@ gives torn tensors to a reader of a key that is being written. Which names a ver
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from forge.errors import PartFailed
-from forge.mesh import FRAME_LIMIT, endpoint
+from forge.mesh import FRAME_LIMIT, SupervisionError, endpoint
 from forge.types import Manifest, TensorSpec
 
 import torchstore  # isort: skip  (reads the environment that forge.mesh sets)
@@ -109,7 +110,8 @@ async def put(store: str, version: int, shards: Mapping[str, Any]) -> None:
             )
     # TorchStore cannot give back a tensor without elements; readers make those from the manifest.
     full = {name: shard for name, shard in shards.items() if shard.numel()}
-    await _gather(torchstore.put(_key(version, name), shard, store_name=store) for name, shard in full.items())
+    with _store_errors("put"):
+        await _gather(torchstore.put(_key(version, name), shard, store_name=store) for name, shard in full.items())
 
 
 async def get(store: str, manifest: Manifest) -> dict[str, Any]:
@@ -120,7 +122,8 @@ async def get(store: str, manifest: Manifest) -> dict[str, Any]:
     """
     names = _stored(manifest)
     try:
-        found = await _gather(torchstore.get(_key(manifest.version, n), store_name=store) for n in names)
+        with _store_errors("get"):
+            found = await _gather(torchstore.get(_key(manifest.version, n), store_name=store) for n in names)
     except KeyError as error:
         reason = str(error).splitlines()[0][:300]
         raise PartFailed("weight store", f"version {manifest.version} is not complete in the store: {reason}") from None
@@ -129,6 +132,14 @@ async def get(store: str, manifest: Manifest) -> dict[str, Any]:
         name: tensors[name] if name in tensors else torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         for name, spec in manifest.tensors.items()
     }
+
+
+@contextlib.contextmanager
+def _store_errors(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except SupervisionError:
+        raise PartFailed("weight store", f"its process died during {doing}; see its log in the run folder") from None
 
 
 def _stored(manifest: Manifest) -> list[str]:

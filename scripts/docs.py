@@ -71,7 +71,7 @@ def config_page() -> str:
         "",
         NOTE,
         "",
-        "Defaults are the schema's; `forge plan` prints what a command resolves to.",
+        "Defaults are the schema's; `forge grpo --show key=value …` prints what a command resolves to.",
     ]
     for app, schema in SCHEMAS.items():
         lines += ["", f"# `forge {app}`", "", *section(schema, "")]

@@ -199,6 +199,11 @@ def _assign(config: Any, schema: type, source: str, key: str, value: Any, proble
         hint = " (write null for no value)" if value in ("None", "none") and "null" in expected else ""
         problems.append(f"{source}: {key} must be {expected}, got {value!r}{hint}")
         return
+    if value == "???":
+        problems.append(f"{source}: {key} must be {expected}; ??? has no meaning here")
+        return
+    if isinstance(value, str):
+        value = value.replace("${", "\\${")  # text is text: nothing in it is looked up
     try:
         OmegaConf.update(config, _internal(key), value, merge=False, force_add=key not in known)
     except OmegaConfBaseException as error:

@@ -407,6 +407,13 @@ class GrpoConfig:
                 yield from part.problems()  # type: ignore[union-attr]
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             yield f"name must be a plain folder name, got {self.name!r}"
+        if not 0 <= self.seed < 2**32:
+            yield f"seed must be a whole number from 0 to {2**32 - 1}, got {self.seed}"
+        if self.placement.device is Device.cpu and self.generator.tensor_parallel > 1:
+            yield (
+                f"generator.tensor_parallel={self.generator.tensor_parallel} needs GPUs, but placement is cpu: "
+                "use generator.replicas for more engines"
+            )
         if self.steps < 1:
             yield f"steps must be at least 1, got {self.steps}"
         if self.prompts_per_step < 1:

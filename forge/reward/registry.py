@@ -41,9 +41,10 @@ def build_reward(name: str) -> Reward:
         raise ConfigError(f"reward {name!r} is not a subclass of forge.reward.Reward: it is {found!r}")
     try:
         return found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"reward {name!r} cannot be made without arguments ({type(error).__name__}: {error}); "
+            f"reward {name!r} cannot be made without arguments ({type(error).__name__}: {reason}); "
             "give its settings defaults and define __call__"
         ) from error
 
@@ -53,9 +54,15 @@ def _import(path: str) -> object:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except ModuleNotFoundError as error:
         raise ConfigError(
-            f"reward {path!r} cannot be imported ({type(error).__name__}: {error}); use one of {_legal()}"
+            f"reward {path!r} cannot be imported ({error}): run from the folder that holds the module, put that folder "
+            f"on PYTHONPATH, or use one of {_legal()}"
+        ) from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"reward {path!r} cannot be imported ({type(error).__name__}: {reason}); use one of {_legal()}"
         ) from error
     if not hasattr(module, attribute):
         raise ConfigError(f"reward {path!r}: module {module_name!r} has no {attribute!r}")

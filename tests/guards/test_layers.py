@@ -13,7 +13,7 @@ LAYERS = [  # lowest first: a module imports from its own layer and from lower o
     ("reports", "bench runfolder charts report report_data report_figures progress tracker"),
     (
         "loop and adapters",
-        "fetch weights engine_vllm engine_titan engine_titan_model mesh service checkpoint loop testing",
+        "fetch inputs weights engine_vllm engine_titan engine_titan_model mesh service checkpoint loop testing",
     ),
     ("actors", "actors"),
     ("launch", "actors.launch"),

@@ -51,6 +51,9 @@ def test_defaults_compose_and_check() -> None:
         ("resume=/no/such", "resume must be auto, never or the path of a checkpoint folder"),
         ("sampling.temperature=0", "sampling.temperature must be above 0"),
         ("sampling.top_p=0.9", "no key 'sampling.top_p'"),
+        ("name=???", "??? has no meaning here"),
+        ("seed=-1", "seed must be a whole number from 0 to 4294967295, got -1"),
+        ("generator.tensor_parallel=2", "needs GPUs, but placement is cpu"),
     ],
 )
 def test_a_refusal_states_rule_value_and_way_out(override: str, says: str | None) -> None:
@@ -101,6 +104,14 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
     values = "\n".join(file.read_text().splitlines())
     file.write_text(values)
     assert load_config("grpo", file=file) == config
+
+
+def test_text_is_text_and_nothing_in_it_is_looked_up(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("data:\n  system: 'cost: ${price}'\n")
+    config = load_config("grpo", ["data.template='${x} {question}'"], file=file)
+    assert config.data.system == "cost: ${price}"
+    assert config.data.template == "${x} {question}"
 
 
 def test_task_settings_are_free_keys() -> None:
