@@ -232,9 +232,11 @@ def test_text_of_the_model_is_never_compiled_or_run(tmp_path: Path) -> None:
         assert not grade(r"\boxed{\frac{3}{7}}", r"\frac{3}{8}")
         assert grade(r"\boxed{\frac{3}{8}}", r"\frac{3}{8}")
         assert not marker.exists()
-        # sympy builds its own helpers for polynomials from source; nothing else may be compiled while grading
-        sources = [source for source, filename in compiled if filename == "<string>"]
-        strange = [source for source in sources if not bytes(source).startswith(b"def monomial_")]
+        # sympy builds its own helpers for polynomials from source and, seen once, a namespace that it then did not use;
+        # both are fixed texts. Nothing else may be compiled while grading.
+        sources = [bytes(source) for source, filename in compiled if filename == "<string>"]
+        own = [s for s in sources if s.startswith(b"def monomial_") or s == b"from sympy import *"]
+        strange = [s for s in sources if s not in own]
         assert not strange, strange
         """
     )
