@@ -11,7 +11,7 @@ from forge import checkpoint
 from forge.config import GrpoConfig
 from forge.data import Dataset, Row, Rows, SkippedRow, build_dataset, load_rows
 from forge.errors import DataError, ModelFolderError
-from forge.fetch import fetch
+from forge.fetch import MODELS, fetch
 from forge.model_folder import check_model_folder
 from forge.reward import Reward, build_reward, gold_problem, gym_problem
 
@@ -53,6 +53,11 @@ def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
         )
     if config.model.path is not None:
         check_model_folder(Path(config.model.path))
+    elif config.model.name not in MODELS and config.model.hub_id is not None:
+        raise ModelFolderError(
+            f"model={config.model.name} needs a local folder: download {config.model.hub_id} from the Hugging Face Hub "
+            "and give model.path=FOLDER"
+        )
     compares = reward is None and config.reward.name in ("math", "exact")
     rows = load_rows(config.data, seed=config.seed, answer_required=compares)
     if reward is None and (problem_of := GRADABLE.get(config.reward.name)) is not None:

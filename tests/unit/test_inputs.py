@@ -65,6 +65,18 @@ def test_a_model_that_would_not_be_computed_as_it_says_is_refused(
     assert says in refused(ModelFolderError, f"model={folder}", "model.max_len=128")
 
 
+def test_a_model_of_the_hub_says_what_to_download() -> None:
+    with pytest.raises(
+        ModelFolderError, match="download Qwen/Qwen3-0.6B from the Hugging Face Hub and give model.path"
+    ):
+        check_inputs(load_config("grpo", ["model=qwen3_0_6b"]), None)
+
+
+def test_another_task_takes_no_settings_of_the_default_one() -> None:
+    config = load_config("grpo", [*SMALL, "data=task", "data.task=chain_sum", "data.rows=20", "data.heldout=0"])
+    assert len(check_inputs(config, None)[1]) == 20
+
+
 def test_a_broken_generation_config_is_refused(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     assert "generation_config.json" in refused(ModelFolderError, f"model={folder}")
