@@ -66,9 +66,7 @@ def test_a_model_that_would_not_be_computed_as_it_says_is_refused(
 
 
 def test_a_model_of_the_hub_says_what_to_download() -> None:
-    with pytest.raises(
-        ModelFolderError, match="download Qwen/Qwen3-0.6B .* and give model.path"
-    ):
+    with pytest.raises(ModelFolderError, match="download Qwen/Qwen3-0.6B .* and give model.path"):
         check_inputs(load_config("grpo", ["model=qwen3_0_6b"]), None)
 
 
