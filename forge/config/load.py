@@ -156,7 +156,7 @@ def _split(overrides: list[_Override], problems: list[str]) -> tuple[list[str], 
             values.append((source, key, value))
         elif value in options[key]:
             groups.append(f"{key}={value}")
-        elif key in ("model", "data") and isinstance(value, str) and ("/" in value or Path(value).exists()):
+        elif key in ("model", "data") and isinstance(value, str) and (set(value) & set("/.") or Path(value).exists()):
             groups.append(f"{key}=local")
             values.append((source, f"{key}.path", value))
             if key == "model":

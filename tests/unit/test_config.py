@@ -44,6 +44,7 @@ def test_defaults_compose_and_check() -> None:
         ("model=smolm2", "did you mean smollm2?"),
         ("model=/no/such", None),
         ("data=/no/such.jsonl", "data.path=/no/such.jsonl does not exist"),
+        ("data=nosuch.jsonl", "data.path=nosuch.jsonl does not exist"),
         ("data.answer=question", "name the same column 'question'"),
         ("trainer.micro_batch=100", "more than the 64 episodes of a step (prompts_per_step=8 x group_size=8)"),
         ("sampling.max_new_tokens=512", "leaves no room for a prompt within model.max_len=512"),
