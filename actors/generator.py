@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from forge import weights
 from forge.actors.base import ForgeActor
@@ -52,6 +53,16 @@ class Generator(ForgeActor):
         fetched = time.perf_counter()
         swap = await self.thread.load(manifest, tensors)
         return {"fetch": fetched - start, "swap": swap}
+
+    @concurrent_endpoint
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> float:
+        """Swap in weights that come with the call, for measurements; returns the seconds the engine stood still."""
+        return await self.thread.load(manifest, tensors)
+
+    @concurrent_endpoint
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob of every token of each sequence but the first, by the live weights."""
+        return await self.thread.score(sequences)
 
     @concurrent_endpoint
     async def statistics(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,25 +23,36 @@ from typing import Any
 
 from forge import checkpoint, weights
 from forge.actors.base import ForgeActor
+from forge.actors.calibrator import Calibrator
 from forge.actors.generator import Generator
 from forge.actors.reference import Reference
+from forge.actors.remote import Learner, ListToList, RemoteCalibrator, Replica
 from forge.actors.reward import RewardActor
+from forge.actors.stock import score_in_stock_vllm
 from forge.actors.trainer import Trainer
 from forge.config import Device, GrpoConfig, to_yaml
 from forge.data import Dataset
 from forge.engine_vllm import prepare_environment
 from forge.errors import ConfigError, ForgeError, PartFailed
 from forge.inputs import check_inputs
-from forge.loop import GrpoLoop, evaluate
+from forge.loop import GrpoLoop, evaluate, request_seed
 from forge.mesh import Part, spawn, watch_faults
+from forge.parity import MAX_GAP, file_digest, folder_bytes, other_kernels_bound, parity_record, write_parity
+from forge.quant import Format, Quantization
+from forge.quant.calibration import Decision
+from forge.recalibration import Recalibration, calibration_metrics, fresh_rows
 from forge.reward import Reward
 from forge.runfolder import RunFolder
 from forge.service import GeneratorPool
 from forge.tracker import open_trackers
-from forge.types import Completion, Episode, Group, Manifest, SamplingRequest, StepResult, StepStats, TensorSpec
+from forge.types import Completion, Episode, Group, Manifest, SamplingRequest, StepResult
 
 log = logging.getLogger(__name__)
 
+RECENT_BATCHES = 8
+"""Batches whose rollouts a calibration can draw from."""
+FIRST_ROLLOUTS = 64
+"""Rollouts sampled to calibrate a static scheme before training."""
 CLOSE_TIMEOUT_S = 3.0
 """How long parts may take to close before their processes are stopped."""
 
@@ -56,60 +68,6 @@ class Evaluation:
     episodes: tuple[Episode, ...]
 
 
-@dataclass(slots=True)
-class _Replica:
-    """One generator as the pool sees it."""
-
-    part: Part
-
-    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        return await self.part.call_one("generate", requests)
-
-    async def pull(self, manifest: Manifest) -> dict[str, float]:
-        return await self.part.call_one("pull", manifest)
-
-    async def statistics(self) -> dict[str, float]:
-        return await self.part.call_one("statistics")
-
-
-@dataclass(slots=True)
-class _Learner:
-    """The trainer's ranks and the weight store as the loop sees them."""
-
-    part: Part
-    store: weights.WeightStore
-    specs: dict[str, TensorSpec]
-
-    async def step(self, groups: Sequence[Group]) -> StepStats:
-        return (await self.part.call("step", list(groups)))[0]
-
-    async def stage(self, version: int) -> Manifest:
-        counts = await self.part.call("stage")
-        return weights.manifest(
-            self.specs, version=version, changed=sum(c for c, _ in counts), total=sum(t for _, t in counts)
-        )
-
-    async def publish(self, manifest: Manifest) -> None:
-        await self.part.call("publish", manifest.version)
-        self.store.committed(manifest)
-
-    async def free_before(self, version: int) -> None:
-        await self.store.free_before(version)
-
-
-@dataclass(slots=True)
-class _Remote:
-    """An actor of one process with one list-to-list endpoint, as a scorer or a reference."""
-
-    part: Part
-
-    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        return await self.part.call_one("score", list(episodes))
-
-    async def annotate(self, episodes: Sequence[Episode]) -> list[Episode]:
-        return await self.part.call_one("annotate", list(episodes))
-
-
 class Run:
     """A job whose parts are up. Made by `launch`."""
 
@@ -122,15 +80,20 @@ class Run:
         parts: list[Part],
         trainer: Part,
         pool: GeneratorPool,
-        scorer: _Remote,
+        scorer: ListToList,
         loop: GrpoLoop,
+        learner: Learner,
+        recalibration: Recalibration | None,
+        model: Path,
         started: float,
     ) -> None:
         self.config, self.folder, self.dataset = config, folder, dataset
         self.version = loop.step
         self._parts, self._trainer, self._pool, self._scorer, self._loop = parts, trainer, pool, scorer, loop
+        self._learner, self._recalibration, self._model = learner, recalibration, model
         self._started = started
         self._first_step_s: float | None = None
+        self._recent: deque[list[Group]] = deque(maxlen=RECENT_BATCHES)
         self._rows: list[dict[str, float]] = []
         self._evaluations: list[Evaluation] = []
         self._checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
@@ -142,6 +105,8 @@ class Run:
             after_step=loop.step,
         )
         loop.on_batch = self._record_batch
+        if recalibration is not None:
+            loop.calibration = self._calibrate_if_due
 
     async def train(self) -> AsyncGenerator[StepResult, None]:
         """Train to `config.steps`, yielding after each step; metrics, rollouts and checkpoints are written on the way.
@@ -155,7 +120,7 @@ class Run:
                     self._first_step_s = time.monotonic() - self._started
                 self.version = step.version
                 every = self.config.eval.every
-                metrics = dict(step.metrics)
+                metrics = dict(step.metrics) | self._learner.metrics()
                 due = every and step.step % every == 0 and step.step < self.config.steps
                 if due and (result := await self.evaluate()) is not None:
                     metrics["eval/mean_reward"] = result.mean_reward
@@ -167,6 +132,7 @@ class Run:
                 yield replace(step, metrics=metrics)
 
     def _record_batch(self, batch: list[Group], version: int) -> None:
+        self._recent.append(batch)
         self.folder.append_rollouts(batch, version=version, mask_truncated=self.config.algo.mask_truncated)
 
     async def evaluate(self) -> Evaluation | None:
@@ -203,6 +169,136 @@ class Run:
             raise ConfigError(problems)
         await self._loop.set_max_age(max_age)
 
+    async def _calibrate_if_due(self, manifest: Manifest) -> tuple[Manifest, dict[str, float]]:
+        """The loop's hook: the scales a version goes live with."""
+        recalibration = self._recalibration
+        assert recalibration is not None
+        metrics: dict[str, float] = {}
+        if recalibration.due(manifest.version):
+            plain = self._learner.plain(manifest.version)
+            rows = fresh_rows(self._recent, at_most=2 * self.config.calibration.samples)
+            manifest, decision = await recalibration.run(manifest, plain, rows, "rollouts of the last steps")
+            metrics = calibration_metrics(decision, recalibration.gate)
+        else:
+            manifest = recalibration.stamp(manifest)
+        return manifest, metrics | {"quant/scale_version": float(manifest.scale_version)}
+
+    async def calibrate(self) -> Decision:
+        """Calibrate the live version now, on the newest rollouts; accepted scales go live at once.
+
+        Before the first step, rollouts are sampled for it. Call it between steps.
+
+        Raises:
+            ConfigError: the run has no quantization.
+        """
+        recalibration = self._recalibration
+        if recalibration is None:
+            raise ConfigError("there is nothing to calibrate: this run has quant.scheme=none")
+        async with self._loop.going_live:
+            manifest = await self._learner.stage_forms(self.version, unquantized=True)
+            rows = fresh_rows(self._recent, at_most=2 * self.config.calibration.samples)
+            if not rows:
+                rows = await self._sample(self.config.calibration.samples)
+            plain = self._learner.plain(self.version)
+            manifest, decision = await recalibration.run(manifest, plain, rows, "asked for")
+            await self._pool.pull(manifest)
+        return decision
+
+    async def _sample(self, count: int) -> list[Episode]:
+        """Rollouts of training prompts by the live policy, unscored."""
+        prompts = [self.dataset.prompt(i) for i in range(count)]
+        c = self.config
+        requests = [
+            SamplingRequest(
+                token_ids=p.token_ids,
+                temperature=c.sampling.temperature,
+                max_new_tokens=c.sampling.max_new_tokens,
+                seed=request_seed(c.seed, i, -1),
+            )
+            for i, p in enumerate(prompts)
+        ]
+        found = await self._pool.spread(requests)
+        return [
+            Episode(prompt=p, completion=f, group=i, member=0)
+            for i, (p, f) in enumerate(zip(prompts, found, strict=True))
+            if f.token_ids
+        ]
+
+    async def start_quantized(self) -> None:
+        """Bring the first quantized version to the generators, calibrated if the scheme needs it."""
+        recalibration = self._recalibration
+        if recalibration is None:
+            return
+        first = recalibration.quantization.scheme.static and not recalibration.gate.scales
+        manifest = await self._learner.stage_forms(self.version, unquantized=first)
+        plain = self._learner.plain(self.version)
+        manifest = await recalibration.start(manifest, plain) if first else recalibration.stamp(manifest)
+        await self._learner.set_scales(manifest.scales)
+        await self._learner.publish(manifest)
+        await self._pool.pull(manifest)
+        if first:
+            rows = await self._sample(min(self.config.calibration.samples, FIRST_ROLLOUTS))
+            manifest, _ = await recalibration.run(manifest, plain, rows, "rollouts before training")
+            await self._pool.pull(manifest)
+
+    async def export(self, target: Path | None = None, format: Format | None = None) -> Path:
+        """Write the quantized policy as a Hugging Face folder and prove it: parity.json in it.
+
+        A fresh, stock vLLM loads the folder; its log-probs of pinned texts must equal those of the generators. What
+        quantizing cost each layer lies beside it (layers.md, layers.png).
+
+        Args:
+            target: by default the run folder's export/.
+            format: None takes the one that generators serve.
+
+        Raises:
+            ConfigError: the run has no quantization, or the scheme has no such format.
+            PartFailed: the exported folder is not what was served.
+        """
+        recalibration = self._recalibration
+        if recalibration is None:
+            raise ConfigError("there is nothing to export quantized: this run has quant.scheme=none")
+        scheme, gate = recalibration.quantization.scheme, recalibration.gate
+        target = target or self.folder.export
+        format = format or scheme.formats[0]
+        async with self._loop.going_live:
+            manifest = await self._learner.stage_forms(self.version, unquantized=True)
+            rows = await self._learner.save_quantized(target, format, gate.scales)
+            plain = self._learner.plain(manifest.version)
+            await self._learner.publish(plain)
+            await recalibration.calibrator.pull(plain)
+            await self._learner.free(plain)
+            sequences = await recalibration.pinned_texts()
+            served = await self._pool.score(sequences)
+        from forge.quant_report import write_layer_report  # draws with matplotlib
+
+        await asyncio.to_thread(write_layer_report, target, rows, title=f"{self.config.model.name}, {scheme.name}")
+        unquantized = await recalibration.calibrator.score(sequences)
+        stock = await score_in_stock_vllm(
+            self.config, target, sequences, logs=self.folder.logs, unquantized=self._model
+        )
+        same_kernels = format is scheme.formats[0]
+        record = parity_record(
+            sequences=sequences,
+            exported=stock.logprobs,
+            served=served,
+            unquantized=unquantized,
+            bound=MAX_GAP if same_kernels else other_kernels_bound(served, unquantized),
+            facts={
+                "scheme": recalibration.quantization.label,
+                "format": format.value,
+                "version": self.version,
+                "scale_version": gate.scale_version,
+                "calibration_sha256": file_digest(self.folder.calibration),
+                "bytes": folder_bytes(target),
+                "unquantized_bytes": folder_bytes(self._model),
+                "tokens_per_second": stock.tokens_per_second,
+                "unquantized_tokens_per_second": stock.unquantized_tokens_per_second,
+            },
+        )
+        write_parity(target, record)
+        return target
+
     async def save_hf(self, target: Path | None = None) -> Path:
         """Write the trainer's weights as a Hugging Face folder; by default into the run folder's export/."""
         target = target or self.folder.export
@@ -214,7 +310,10 @@ class Run:
         partial = self._checkpoints.begin(self.version)
         await self._trainer.call("save_state", partial)
         state = checkpoint.RunState(
-            step=self.version, seed=self.config.seed, prompts_per_step=self.config.prompts_per_step
+            step=self.version,
+            seed=self.config.seed,
+            prompts_per_step=self.config.prompts_per_step,
+            calibration=self._recalibration.gate.state() if self._recalibration else {},
         )
         return self._checkpoints.commit(partial, state)
 
@@ -246,6 +345,8 @@ class Run:
                 **self._trackers.statistics(),
             },
             "seed": self.config.seed,
+            "scheme": self.config.quant.scheme,
+            "scale_version": self._recalibration.gate.scale_version if self._recalibration else None,
         }
 
     async def finish(self, status: str) -> dict[str, Any]:
@@ -357,6 +458,19 @@ async def _spawn_cast(
         parts.append(part)
         return part
 
+    quantization = Quantization.of(config.quant)
+    calibrator: Part | None = None
+    if quantization is not None:
+        calibrator = await start(
+            "calibrator", Calibrator, config, model, store.name, str(scratch / "calibrator"), num_gpus=1
+        )
+        smoothed = scratch / "smoothed"
+        if resume is None and quantization.smooths and config.quant.smooth > 0:
+            on_stage("smoothing outlier channels")
+            await calibrator.call("setup")
+            rows = [dataset.prompt(i).token_ids for i in range(config.calibration.batch_size)]
+            await calibrator.call_one("smooth", rows, smoothed, config.quant.smooth)
+            model = smoothed
     generators: list[Part]
     ranks, tp = config.trainer.ranks, config.generator.tensor_parallel
     volume, trainer, scorer, *rest = await asyncio.gather(
@@ -384,29 +498,47 @@ async def _spawn_cast(
         trainer.call("setup"),
         scorer.call("setup"),
         *(g.call("setup") for g in generators),
+        *([calibrator.call("setup")] if calibrator and not smoothed.exists() else []),
         *([reference.call("setup")] if reference else []),
     )
-    learner = _Learner(trainer, store, specs)
-    pool = GeneratorPool([_Replica(g) for g in generators])
+    learner = Learner(trainer, store, specs, quantization, config.generator.dtype.value)
+    pool = GeneratorPool([Replica(g) for g in generators])
     first_step = 0
     if resume is not None:
         on_stage(f"restoring {resume}")
         (first_step, *_) = await trainer.call("load_state", resume)
+        folder.truncate_after(first_step)
+    remote = ListToList(scorer)
+    recalibration: Recalibration | None = None
+    if calibrator is not None:
+        pinned = config.calibration.prompts
+        recalibration = Recalibration(
+            config,
+            calibrator=RemoteCalibrator(calibrator),
+            rollouts=pool,
+            scorer=remote,
+            quantizer=learner,
+            pinned=dataset.heldout[:pinned] or [dataset.prompt(i) for i in range(pinned)],
+            end_tokens=await calibrator.call_one("end_tokens"),
+            record=folder.append_calibration,
+        )
+        learner.due = recalibration.due
+        if resume is not None and (state := checkpoint.read_state(resume).calibration):
+            recalibration.gate.restore(state)
+    elif resume is not None:
         manifest = await learner.stage(first_step)
         await learner.publish(manifest)
         await pool.pull(manifest)
-        folder.truncate_after(first_step)
-    remote = _Remote(scorer)
     loop = GrpoLoop(
         config,
         prompts=dataset,
         rollouts=pool,
         scorer=remote,
         learner=learner,
-        reference=_Remote(reference) if reference else None,
+        reference=ListToList(reference) if reference else None,
         first_step=first_step,
     )
-    return Run(
+    run = Run(
         config,
         folder=folder,
         dataset=dataset,
@@ -415,8 +547,15 @@ async def _spawn_cast(
         pool=pool,
         scorer=remote,
         loop=loop,
+        learner=learner,
+        recalibration=recalibration,
+        model=model,
         started=started,
     )
+    if recalibration is not None:
+        on_stage(f"quantizing: {recalibration.quantization.label}")
+        await run.start_quantized()
+    return run
 
 
 async def _close(parts: list[Part]) -> None:

@@ -37,6 +37,25 @@ class PlainVllm(ForgeActor):
         )
 
     @concurrent_endpoint
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob of every token of each sequence but the first."""
+        return await asyncio.to_thread(self._score, sequences)
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=list(s)) for s in sequences],
+            SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+        return [
+            [entry[token].logprob for token, entry in zip(s[1:], o.prompt_logprobs[1:], strict=True)]
+            for s, o in zip(sequences, outputs, strict=True)
+        ]
+
+    @concurrent_endpoint
     async def tokens_per_second(self, requests: Sequence[SamplingRequest]) -> float:
         """Sample once; returns sampled tokens over seconds, measured in this process."""
         return await asyncio.to_thread(self._measure, requests)

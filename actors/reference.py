@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.actors.trainer import Trainer
-from forge.config import GrpoConfig
+from forge.config import GrpoConfig, QuantConfig
 from forge.mesh import concurrent_endpoint
 from forge.types import Episode
 
@@ -24,7 +24,9 @@ class Reference(Trainer):
 
     def __init__(self, config: GrpoConfig, folder: Path, rendezvous: str) -> None:
         alone = replace(
-            config, trainer=replace(config.trainer, ranks=1, threads=config.trainer.threads or os.cpu_count() or 1)
+            config,
+            trainer=replace(config.trainer, ranks=1, threads=config.trainer.threads or os.cpu_count() or 1),
+            quant=QuantConfig(),  # the initial policy is never quantized
         )
         super().__init__(alone, folder, "", rendezvous)
 

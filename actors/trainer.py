@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge import weights
 from forge.actors.base import ForgeActor
 from forge.config import Device, GrpoConfig
 from forge.mesh import concurrent_endpoint, current_rank
-from forge.types import Episode, Group, StepStats, TensorSpec
+from forge.quant import Format
+from forge.types import ActivationScale, Episode, Group, Manifest, StepStats, TensorSpec
+
+if TYPE_CHECKING:
+    from forge.engine_titan import TitanTrainer
 
 
 class Trainer(ForgeActor):
@@ -31,21 +36,27 @@ class Trainer(ForgeActor):
         self.rank = current_rank().rank
         # One thread for all work on the model: collectives of the ranks stay in the order of the calls.
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="titan")
-        self.staged: dict[str, object] = {}
+        self.staged: dict[str, dict[str, Any]] = {}
 
     @concurrent_endpoint
     async def setup(self) -> dict[str, TensorSpec]:
-        """Build and load the model; returns what a published version holds."""
+        """Build and load the model; returns what a published unquantized version holds."""
         return await self._run(self._setup)
 
     def _setup(self) -> dict[str, TensorSpec]:
-        from forge.engine_titan import TitanTrainer, init_process
+        from forge.engine_titan import init_process
 
         on_cpu = self.config.placement.device is Device.cpu
         threads = self.config.trainer.threads or max(1, (os.cpu_count() or 1) // self.config.trainer.ranks)
         init_process(self.rank, self.config.trainer.ranks, self.rendezvous, on_cpu=on_cpu, threads=threads)
-        self.trainer = TitanTrainer(self.config, self.folder)
-        return self.trainer.specs()
+        self.trainer = self._build(self.config, self.folder)
+        self.plain = self.trainer.specs()
+        return self.plain
+
+    def _build(self, config: GrpoConfig, folder: Path) -> TitanTrainer:
+        from forge.engine_titan import TitanTrainer
+
+        return TitanTrainer(config, folder)
 
     @concurrent_endpoint
     async def step(self, groups: Sequence[Group]) -> StepStats:
@@ -58,31 +69,65 @@ class Trainer(ForgeActor):
         return await self._run(self.trainer.logprobs, episodes)
 
     @concurrent_endpoint
-    async def stage(self) -> tuple[int, int]:
-        """Freeze the current weights for publishing; returns changed and all elements of this rank."""
-        published = await self._run(self.trainer.stage)
-        self.staged = dict(published.shards)
-        return published.changed, published.total
+    async def stage(self, unquantized: bool) -> dict[str, int]:
+        """Freeze the current weights for publishing, with quantized ones unquantized as well if asked for.
+
+        Returns:
+            elements of this rank: "changed" and "total", "changed_codes" and "total_codes".
+        """
+        published = await self._run(partial(self.trainer.stage, unquantized=unquantized))
+        label = "" if self.trainer.quantization is None else self.trainer.quantization.label
+        self.staged = {label: published.shards}
+        if unquantized:
+            both = {**published.shards, **published.unquantized}  # an int8 weight has the name of the plain one
+            self.staged[""] = {n: t for n, t in both.items() if n in self.plain}
+        names = ("changed", "total", "changed_codes", "total_codes")
+        return {n: getattr(published, n) for n in names}
 
     @concurrent_endpoint
-    async def publish(self, version: int) -> None:
-        """Put the staged shards into the store; may run beside the next step."""
-        await weights.put(self.store, version, self.staged)
+    async def publish(self, manifest: Manifest) -> None:
+        """Put staged shards into the store; may run beside the next step."""
+        await weights.put(self.store, manifest.key, self.staged[manifest.scheme])
+
+    @concurrent_endpoint
+    async def set_scales(self, scales: Mapping[str, ActivationScale]) -> None:
+        """Activation scales for fake-quant, by module name."""
+        await self._run(self.trainer.set_scales, scales)
+
+    @concurrent_endpoint
+    async def switch_to_qat(self, steps: int, lr_scale: float) -> None:
+        """Train the next steps with fake-quant."""
+        await self._run(partial(self.trainer.switch_to_qat, steps=steps, lr_scale=lr_scale))
 
     @concurrent_endpoint
     async def save_hf(self, target: Path) -> None:
         """Write the weights as a Hugging Face folder."""
-        await self._run(self.trainer.save_hf, target)
+        from forge.engine_titan_files import save_hf
+
+        await self._run(save_hf, self.trainer, target)
+
+    @concurrent_endpoint
+    async def save_quantized(
+        self, target: Path, format: Format, scales: Mapping[str, ActivationScale]
+    ) -> list[dict[str, Any]]:
+        """Write the quantized weights as a Hugging Face folder; rank 0 returns what it cost each layer."""
+        from forge.engine_titan_files import save_quantized
+
+        return await self._run(save_quantized, self.trainer, target, format, scales)
 
     @concurrent_endpoint
     async def save_state(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint."""
-        await self._run(self.trainer.save_state, folder)
+        from forge.engine_titan_files import save_state
+
+        await self._run(save_state, self.trainer, folder)
 
     @concurrent_endpoint
     async def load_state(self, folder: Path) -> int:
         """Restore a checkpoint; returns its version."""
-        await self._run(self.trainer.load_state, folder)
+        from forge.engine_titan_files import load_state
+
+        await self._run(load_state, self.trainer, folder)
         return self.trainer.version
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -7,6 +7,8 @@ import sys
 
 APPS = {
     "grpo": "train a model by GRPO",
+    "quantize": "quantize a model folder or a run's checkpoint",
+    "verify": "check an exported quantized folder against its proof",
     "fetch": "get a model that Forge can build from a package",
     "bench": "measure Forge against its peers and limits",
 }

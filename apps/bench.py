@@ -7,13 +7,17 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from forge.bench import Claim, alternate, claim, table, write_claims
 from forge.config import GrpoConfig, load_config
 from forge.errors import RefusedInput
+from forge.types import SamplingRequest
 
 RUNS = 5
+QUANTIZED = {"int8_dynamic": "w8a8 dynamic", "int8_static": "w8a8 static", "int4_weight": "w4a16"}
 
 
 async def rollout(config: GrpoConfig) -> list[Claim]:
@@ -25,7 +29,6 @@ async def rollout(config: GrpoConfig) -> list[Claim]:
     from forge.engine_vllm import prepare_environment
     from forge.fetch import fetch
     from forge.mesh import spawn
-    from forge.types import SamplingRequest
 
     folder = Path(config.model.path) if config.model.path else fetch(config.model.name)
     env = prepare_environment(config)
@@ -37,16 +40,7 @@ async def rollout(config: GrpoConfig) -> list[Claim]:
         stack.push_async_callback(peer.stop)
         await ours.call("setup")
         await peer.call("setup")
-        requests = [
-            SamplingRequest(
-                token_ids=tuple((31 * i + 7 * j) % 500 + 100 for j in range(40)),
-                temperature=1.0,
-                max_new_tokens=64,
-                seed=i,
-                ignore_eos=True,
-            )
-            for i in range(config.episodes_per_step)
-        ]
+        requests = _requests(config)
 
         async def forge() -> float:
             start = time.perf_counter()
@@ -61,7 +55,85 @@ async def rollout(config: GrpoConfig) -> list[Claim]:
     return [claim(text, a, b, "tokens/s")]
 
 
-BENCHMARKS = {"rollout": rollout}
+def _requests(config: GrpoConfig) -> list[SamplingRequest]:
+    """A step's episodes with made-up prompts of 40 tokens and completions of 64."""
+    return [
+        SamplingRequest(
+            token_ids=tuple((31 * i + 7 * j) % 500 + 100 for j in range(40)),
+            temperature=1.0,
+            max_new_tokens=64,
+            seed=i,
+            ignore_eos=True,
+        )
+        for i in range(config.episodes_per_step)
+    ]
+
+
+def _bytes(config: GrpoConfig, folder: Path) -> list[Claim]:
+    """Bytes of a published version over those of an unquantized one."""
+    from forge.engine_vllm import expected_tensors
+    from forge.quant import Quantization
+    from forge.quant.pack import num_bytes, quantized_specs
+
+    quantization = Quantization.of(config.quant)
+    assert quantization is not None
+    served = config.generator.dtype.value
+    plain = expected_tensors(folder, served)
+    found = quantized_specs(plain, quantization, served=served)
+    low_bit = {n: s for n, s in found.items() if plain.get(n) != s}
+    of_layers = {n: s for n, s in plain.items() if found.get(n) != s}
+    name = f"{quantization.scheme.name}, {config.model.name}"
+    pairs = ((f"quantized layers, {name}", low_bit, of_layers), (f"all tensors, {name}", found, plain))
+    return [
+        claim(f"quant: published bytes over bf16, {what}", [float(num_bytes(a))], [float(num_bytes(b))], "bytes")
+        for what, a, b in pairs
+    ]
+
+
+async def quant(config: GrpoConfig) -> list[Claim]:
+    """Generators of Forge serving int8 and int4 weights against one serving bf16, and the bytes a version takes."""
+    import tempfile
+    from dataclasses import replace
+
+    from forge.actors.generator import Generator
+    from forge.actors.stock import live_version
+    from forge.engine_vllm import prepare_environment
+    from forge.fetch import fetch
+    from forge.mesh import spawn
+
+    folder = Path(config.model.path) if config.model.path else fetch(config.model.name)
+    requests = _requests(config)
+    claims: list[Claim] = []
+    async with contextlib.AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        async def start(scheme: str) -> Any:
+            own = replace(config, quant=replace(config.quant, scheme=scheme))
+            env = prepare_environment(own)
+            part = await spawn(f"generator {scheme}", Generator, own, folder, "", 0, log_dir=logs, env=env)
+            stack.push_async_callback(part.stop)
+            await part.call("setup")
+            if scheme != "none":
+                await part.call_one("load", *live_version(own, folder))
+            return part
+
+        async def speed(part: Any) -> float:
+            start_s = time.perf_counter()
+            completions = await part.call_one("generate", requests)
+            return sum(len(c.token_ids) for c in completions) / (time.perf_counter() - start_s)
+
+        plain = await start("none")
+        for scheme, label in QUANTIZED.items():
+            part = await start(scheme)
+            ours, theirs = await alternate(partial(speed, part), partial(speed, plain), runs=RUNS)
+            text = f"quant: {label} rollouts over bf16 rollouts, {config.model.name}, {len(requests)} requests"
+            claims.append(claim(text, ours, theirs, "tokens/s"))
+            await part.stop()
+            claims += _bytes(replace(config, quant=replace(config.quant, scheme=scheme)), folder)
+    return claims
+
+
+BENCHMARKS = {"rollout": rollout, "quant": quant}
 
 
 def main(argv: Sequence[str]) -> int:

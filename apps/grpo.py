@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from forge.actors.launch import launch
 from forge.config import GrpoConfig
+from forge.parity import read_parity
 from forge.progress import Progress
 
 
@@ -30,9 +31,17 @@ async def run(config: GrpoConfig, started: float) -> None:
             after = await job.evaluate()
             if after is not None:
                 progress.note(f"held-out mean reward after training: {after.mean_reward:.3f}")
-            if config.checkpoint.export:
+            if config.checkpoint.export and config.quant.scheme == "none":
                 progress.stage("saving the model")
                 progress.note(f"model saved in {await job.save_hf()}")
+            elif config.checkpoint.export:
+                progress.stage(f"exporting {config.quant.scheme} and checking it in a fresh vLLM")
+                target = await job.export()
+                found = read_parity(target)
+                progress.note(
+                    f"quantized model in {target}: log-probs differ by {found['exported_vs_served']['mean']:.5f} from "
+                    f"the generators', {found['exported_vs_unquantized']['mean']:.4f} from the unquantized model's"
+                )
         progress.summary(json.loads(job.folder.summary.read_text()))
         progress.note(f"report: {job.folder.report}")
 

@@ -13,8 +13,9 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forge.errors import ConfigError, PartFailed
 
@@ -31,6 +32,8 @@ class RunState:
     """Seed of data order and sampling; a run continues only under the same one."""
     prompts_per_step: int
     """Groups a step took; with `step` it says where the data order goes on."""
+    calibration: dict[str, Any] = field(default_factory=dict)
+    """State of the calibration gate: live scales, earlier ones, rejections; empty without quantization."""
 
 
 class Checkpoints:

@@ -6,11 +6,9 @@ gradients are summed, not averaged, over ranks (each pack's loss is already divi
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.batch import pack, split, trained_episodes, trained_tokens
+from forge.batch import Pack, split, trained_episodes, trained_tokens
+from forge.batch import pack as pack_episodes
 from forge.config import Decay, GrpoConfig
 from forge.errors import PartFailed
 from forge.loss import LossSettings, grpo_loss, loss_metrics, token_logprobs
+from forge.quant import Plan, Quantization
+from forge.quant.layers import FakeQuantLinear, prepare
+from forge.quant.pack import codes, linear_shapes, pack
 from forge.rounding import dithered
-from forge.types import Episode, Group, StepStats, TensorSpec
-
-SHARD_BYTES = 4 * 2**30
-"""Largest safetensors file of an exported folder."""
+from forge.types import ActivationScale, Episode, Group, StepStats, TensorSpec
 
 
 def init_process(rank: int, world_size: int, rendezvous: str, *, on_cpu: bool, threads: int) -> None:
@@ -56,10 +55,15 @@ class Published:
 
     shards: dict[str, Tensor]
     """By Hugging Face name: DTensors, or plain tensors that this rank alone publishes."""
+    unquantized: dict[str, Tensor]
+    """Shards of the weights that `shards` holds quantized, where they were asked for."""
     changed: int
     """Elements of this rank whose value differs from the previous version's."""
     total: int
     """Elements of this rank."""
+    changed_codes: int = 0
+    """Those of `changed` that are codes of quantized weights."""
+    total_codes: int = 0
 
 
 class TitanTrainer:
@@ -80,23 +84,33 @@ class TitanTrainer:
         from torchtitan.distributed.utils import set_spmd_backend
         from torchtitan.models.llama3.parallelize import parallelize_llama
 
-        from forge.engine_titan_model import load_weights, read_hf_config, titan_config
+        from forge.engine_titan_model import hf_module, hf_name, load_weights, read_hf_config, titan_config
 
         self.config = config
         self.folder = folder
+        self.hf_name = hf_name
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.on_cpu = config.placement.device.value == "cpu"
         self.device = torch.device("cpu" if self.on_cpu else "cuda")
         self.version = 0
         self.skipped_in_a_row = 0
-        self.settings = LossSettings(clip_low=config.algo.clip_low, clip_high=config.algo.clip_high, kl=config.algo.kl)
+        self.settings = LossSettings.of(config.algo)
 
         set_spmd_backend("partial_dtensor")
         parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=self._reshard_policy)
         model_config = titan_config(read_hf_config(folder), max_len=config.model.max_len, on_cpu=self.on_cpu)
         self.tied = model_config.enable_weight_tying
+        self.served = getattr(torch, config.generator.dtype.value)
         with torch.device("meta"):
             self.model = model_config.build()
+        self.quantization = Quantization.of(config.quant)
+        self.prepared: dict[str, FakeQuantLinear] = {}
+        self.plan = Plan(quantized={})
+        if self.quantization is not None:  # before FSDP, which takes hold of the modules
+            self.plan = self.quantization.plan(linear_shapes(self.specs()))
+            self.prepared = prepare(self.model, self.quantization, served=self.served, name_of=hf_module)
+        self.qat_until = 0  # first step that no longer trains with fake-quant because calibration asked for it
+        self.lr_scale = 1.0
         dims = ParallelDims.from_config(parallelism, self.world_size)
         dims.build_mesh()
         parallelize_llama(
@@ -160,21 +174,26 @@ class TitanTrainer:
         )
         self.schedule = schedule.build(optimizers=self.optimizer, training_steps=self.config.steps)
 
-    def forward(self, episodes: Sequence[Episode]) -> tuple[Any, Tensor, Tensor]:
+    def forward(self, episodes: Sequence[Episode]) -> tuple[Pack, Tensor, Tensor]:
         """Pack episodes and run the model.
 
         Returns:
             the pack; log-prob of each trained token, float32 [N]; entropy float32 [N].
         """
+        p, logits = self.logits(episodes)
+        lp, entropy = token_logprobs(logits, p.target, temperature=self.config.sampling.temperature)
+        return p, lp, entropy
+
+    def logits(self, episodes: Sequence[Episode]) -> tuple[Pack, Tensor]:
+        """Pack episodes and run the model: the pack, and the logits [N, V] that predict its N completion tokens."""
         from forge.engine_titan_model import attention_masks
 
-        p = pack(episodes).to(self.device)
+        p = pack_episodes(episodes).to(self.device)
         self._rows = p.source
         logits = self.model(
             p.token_ids[None], positions=p.positions[None], attention_masks=attention_masks(p, on_cpu=self.on_cpu)
         )
-        lp, entropy = token_logprobs(logits[0], p.target, temperature=self.config.sampling.temperature)
-        return p, lp, entropy
+        return p, logits[0]
 
     def step(self, groups: Sequence[Group]) -> StepStats:
         """One optimizer step on a batch of groups.
@@ -187,11 +206,14 @@ class TitanTrainer:
         """
         episodes = trained_episodes(groups, mask_truncated=self.config.algo.mask_truncated)
         tokens = trained_tokens(episodes)
+        lr_scale = self._begin_step()
         metrics: dict[str, float] = {
-            "trainer/lr": self.schedule.get_metrics()["lr/AdamW"],
+            "trainer/lr": self.schedule.get_metrics()["lr/AdamW"] * lr_scale,
             "trainer/episodes": float(len(episodes)),
             "trainer/masked_tokens": float(sum(e.num_response_tokens for e in episodes) - tokens),
         }
+        if self.prepared:
+            metrics["quant/qat"] = float(self.qat)
         if tokens == 0:
             metrics |= loss_metrics({}, tokens=0, kl=0.0) | {"trainer/skipped_empty": 1.0}
             return self._advance(metrics)
@@ -214,6 +236,38 @@ class TitanTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self._advance(metrics)
+
+    # ---- quantization -----------------------------------------------------------------------------------------
+
+    @property
+    def qat(self) -> bool:
+        """Whether the step after the current version trains with fake-quantized layers."""
+        qat = self.config.quant.qat
+        return (qat.enabled and self.version >= qat.start_step) or self.version < self.qat_until
+
+    def _begin_step(self) -> float:
+        """Switch fake-quant and learning rate for the next step; returns the factor on the scheduled rate."""
+        self.fake_quant(self.qat)
+        factor = self.lr_scale if self.version < self.qat_until else 1.0
+        for optimizer, scheduler in zip(self.optimizer, self.schedule, strict=True):
+            for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr * factor
+        return factor
+
+    def fake_quant(self, enabled: bool) -> None:
+        """Compute on the scheme's grid, or plainly."""
+        for layer in self.prepared.values():
+            layer.enabled = enabled
+
+    def set_scales(self, scales: Mapping[str, ActivationScale]) -> None:
+        """Activation scales of a static scheme, by Hugging Face module name."""
+        for name, layer in self.prepared.items():
+            layer.static = scales.get(name)
+
+    def switch_to_qat(self, *, steps: int, lr_scale: float) -> None:
+        """Train the next `steps` steps with fake-quant at `lr_scale` times the scheduled learning rate."""
+        self.qat_until = self.version + steps
+        self.lr_scale = lr_scale
 
     def _advance(self, metrics: dict[str, float]) -> StepStats:
         self.schedule.step()
@@ -238,6 +292,7 @@ class TitanTrainer:
                 p.advantages,
                 settings=self.settings,
                 denominator=tokens,
+                episode_N=p.episode,
             )
             sums["entropy"] = entropy.sum()
             loss.backward()
@@ -272,55 +327,65 @@ class TitanTrainer:
             p, lp, _ = self.forward(micro)
             for i, e in enumerate(micro):
                 result[e.group, e.member] = tuple(lp[p.episode == i].tolist())
-        for module in self._fsdp_modules():
-            module.reshard()  # without a backward pass nothing else does, and gathered parameters are not what is saved
+        self.reshard()
         return result
+
+    def reshard(self) -> None:
+        """Give up gathered parameters: without a backward pass nothing else does, and they are not what is saved."""
+        for module in self._fsdp_modules():
+            module.reshard()
 
     # ---- what leaves the trainer ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def stage(self) -> Published:
-        """Copy this rank's shards in the generators' dtype, so that the next step may change the weights."""
-        from torch.distributed.tensor import DTensor
+    def stage(self, *, unquantized: bool = False) -> Published:
+        """Copy this rank's shards as generators serve them, so that the next step may change the weights.
+
+        Args:
+            unquantized: copy those of quantized weights in the generators' dtype as well.
+        """
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        from forge.engine_titan_model import hf_name
-
-        dtype = getattr(torch, self.config.generator.dtype.value)
-        shards: dict[str, Tensor] = {}
-        changed = total = 0
-        for name, parameter in self._published_parameters():
+        published = Published(shards={}, unquantized={}, changed=0, total=0)
+        for name, parameter in self.published_parameters():
             whole = leaves_a_rank_empty(parameter.shape[0], self.world_size)
             if whole:
-                full = parameter.full_tensor()  # a collective: every rank takes part
+                local, offset = parameter.full_tensor(), 0  # a collective: every rank takes part
                 if self.rank != 0:
                     continue
-                local = dithered(full, dtype=dtype)
             else:
+                local = parameter.to_local()
                 _, start = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
                 offset = start[0] * math.prod(parameter.shape[1:])  # FSDP shards the first dimension
-                local = dithered(parameter.to_local(), offset=offset, dtype=dtype)
+            low_bit = self._pack(self.hf_name(name), local)
+            if low_bit is None or unquantized:
+                plain = dithered(local, offset=offset, dtype=self.served)
+                target = published.shards if low_bit is None else published.unquantized
+                target[self.hf_name(name)] = plain if whole else _sharded_like(plain, parameter)
+            values = plain if low_bit is None else codes(low_bit)
             before = self._last.get(name)
-            changed += local.numel() if before is None else int((local != before).sum())
-            total += local.numel()
-            self._last[name] = local
-            shards[hf_name(name)] = (
-                local
-                if whole
-                else DTensor.from_local(
-                    local,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            )
-        return Published(shards=shards, changed=changed, total=total)
+            changed = values.numel() if before is None else int((values != before).sum())
+            self._last[name] = values
+            published.changed += changed
+            published.total += values.numel()
+            if low_bit is not None:
+                published.changed_codes += changed
+                published.total_codes += values.numel()
+                for part, tensor in low_bit.items():
+                    published.shards[part] = tensor if whole else _sharded_like(tensor, parameter)
+        return published
 
-    def _published_parameters(self) -> Iterator[tuple[str, Any]]:
+    def _pack(self, name: str, weight: Tensor) -> dict[str, Tensor] | None:
+        """Low-bit tensors of a quantized layer's rows; None for what is not quantized."""
+        module = name.removesuffix(".weight")
+        if self.quantization is None or module not in self.prepared or module == name:
+            return None
+        computed = getattr(torch, self.config.trainer.dtype.value)  # what the forward pass quantizes
+        return pack(module, weight.to(computed), self.quantization, served=self.served)
+
+    def published_parameters(self) -> Iterator[tuple[str, Any]]:
         """Each parameter once; a tied weight under the embedding's name."""
         for name, parameter in self.model.named_parameters(remove_duplicate=True):
             tied_head = self.tied and name in ("tok_embeddings.weight", "lm_head.weight")
@@ -328,125 +393,21 @@ class TitanTrainer:
 
     def specs(self) -> dict[str, TensorSpec]:
         """Name, shape and dtype of everything a version holds."""
-        from forge.engine_titan_model import hf_name
-
         return {
-            hf_name(name): TensorSpec(shape=tuple(p.shape), dtype=self.config.generator.dtype.value)
-            for name, p in self._published_parameters()
+            self.hf_name(name): TensorSpec(shape=tuple(p.shape), dtype=self.config.generator.dtype.value)
+            for name, p in self.published_parameters()
         }
 
-    @torch.no_grad()
-    def save_hf(self, target: Path) -> None:
-        """Write the weights as a Hugging Face folder, with every other file of the source folder beside them.
 
-        All ranks call it; rank 0 writes. The folder appears complete or not at all.
-        """
-        from safetensors.torch import save_file
+def _sharded_like(local: Tensor, parameter: Any) -> Any:
+    """This rank's rows as a DTensor that is sharded as a parameter is; the other dimensions are the local ones."""
+    from torch.distributed.tensor import DTensor
 
-        from forge.engine_titan_model import hf_name
-        from forge.model_folder import INDEX
-
-        dtype = getattr(torch, self.config.generator.dtype.value)
-        partial = target.with_name(target.name + ".partial")
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for file in sorted(self.folder.iterdir()):
-                if (
-                    file.is_file()
-                    and not file.name.startswith(("model", "forge_"))
-                    and file.suffix not in (".bin", ".gguf", ".safetensors")
-                ):
-                    shutil.copyfile(file, partial / file.name)
-        shards: list[dict[str, Tensor]] = [{}]
-        size = 0
-        for name, parameter in self._published_parameters():
-            full = parameter.full_tensor()  # a collective: every rank takes part
-            if self.rank == 0:
-                full = dithered(full, dtype=dtype)  # bit for bit what generators of this version serve
-                if size + full.nbytes > SHARD_BYTES and shards[-1]:
-                    shards.append({})
-                    size = 0
-                shards[-1][hf_name(name)] = full
-                size += full.nbytes
-        if self.rank == 0:
-            weight_map: dict[str, str] = {}
-            for i, shard in enumerate(shards, start=1):
-                name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-                save_file(shard, partial / name, metadata={"format": "pt"})
-                weight_map |= dict.fromkeys(shard, name)
-            if len(shards) > 1:
-                total = sum(t.nbytes for s in shards for t in s.values())
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                (partial / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-        dist.barrier()
-
-    @torch.no_grad()
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's master weights, moments and step as one safetensors file and fsync it."""
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _rank_file(self.rank, self.world_size)
-        metadata = {"version": str(self.version), "schedule": json.dumps(self.schedule.state_dict())}
-        save_file({k: v.contiguous() for k, v in self._state().items()}, path, metadata=metadata)
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-    @torch.no_grad()
-    def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, also on another number of ranks.
-
-        Raises:
-            PartFailed: a file of the checkpoint is missing or holds other tensors than this model.
-        """
-        from safetensors import safe_open
-        from torch.distributed.tensor import distribute_tensor
-
-        files = sorted(folder.glob("trainer-*-of-*.safetensors"))
-        if not files or len(files) != int(files[0].stem.split("-")[-1]):
-            raise PartFailed("trainer", f"checkpoint {folder} is incomplete: found {[f.name for f in files]}")
-        opened = [safe_open(f, framework="pt") for f in files]
-        metadata = opened[0].metadata()
-        self.optimizer.state_dict()  # materializes moments, which are created at the first step otherwise
-        parameters = dict(self._published_parameters())
-        state = self._state()
-        if set(state) != set(opened[0].keys()):
-            raise PartFailed("trainer", f"checkpoint {folder} holds other tensors than the model: "
-                             f"{sorted(set(state) ^ set(opened[0].keys()))[:5]}")  # fmt: skip
-        for key, local in state.items():
-            kind, _, name = key.partition(":")
-            if kind == "step":
-                local.copy_(opened[0].get_tensor(key))
-                continue
-            if len(files) == self.world_size:
-                local.copy_(opened[self.rank].get_tensor(key))
-                continue
-            full = torch.cat([f.get_tensor(key) for f in opened])  # FSDP shards the first dimension
-            parameter = parameters[name]
-            local.copy_(distribute_tensor(full.to(self.device), parameter.device_mesh, parameter.placements).to_local())
-        self.version = int(metadata["version"])
-        self.schedule.load_state_dict(json.loads(metadata["schedule"]))
-        for optimizer, scheduler in zip(self.optimizer, self.schedule, strict=True):
-            for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = lr
-
-    def _state(self) -> dict[str, Tensor]:
-        """Local tensors of weights, both moments and the step count, by "kind:name"."""
-        self.optimizer.state_dict()
-        (adamw,) = self.optimizer
-        state: dict[str, Tensor] = {}
-        for name, parameter in self._published_parameters():
-            state[f"weight:{name}"] = parameter.to_local()
-            moments = adamw.state[parameter]
-            state[f"exp_avg:{name}"] = moments["exp_avg"].to_local()
-            state[f"exp_avg_sq:{name}"] = moments["exp_avg_sq"].to_local()
-            step = moments["step"]
-            state[f"step:{name}"] = step.to_local() if hasattr(step, "to_local") else step
-        return state
+    shape = torch.Size((parameter.shape[0], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def leaves_a_rank_empty(rows: int, ranks: int) -> bool:
@@ -456,7 +417,3 @@ def leaves_a_rank_empty(rows: int, ranks: int) -> bool:
     Example: 5 rows over 4 ranks are 2, 2, 1, 0.
     """
     return math.ceil(rows / ranks) * (ranks - 1) >= rows
-
-
-def _rank_file(rank: int, world_size: int) -> str:
-    return f"trainer-{rank:05d}-of-{world_size:05d}.safetensors"

@@ -58,6 +58,11 @@ def hf_name(titan_name: str) -> str:
     return mapped.format(layer[1]) if layer else mapped
 
 
+def hf_module(titan_name: str) -> str:
+    """Hugging Face name of a titan linear layer."""
+    return hf_name(f"{titan_name}.weight").removesuffix(".weight")
+
+
 class PackedAttention(Module):
     """Attention over a pack on CPU: one masked call for each group, so cost grows with group length squared."""
 

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import Device, GrpoConfig, Swap
+from forge.engine_vllm_quant import engine_arguments, load_quantized
 from forge.errors import WeightsMismatch
 from forge.model_folder import read_header, weight_map
+from forge.quant import Quantization
+from forge.quant.pack import linear_shapes, quantized_specs
 from forge.types import Completion, FinishReason, Manifest, SamplingRequest, TensorSpec
 
 MISSING_LOGPROB = math.nan
@@ -72,7 +75,15 @@ class VllmEngine:
             torch.set_num_threads(g.threads)
         self.replica = replica
         self.version = 0
+        self.scale_version = 0
         self.max_len = config.model.max_len
+        self.quantization = Quantization.of(config.quant)
+        self.expected = expected_tensors(folder, g.dtype.value)
+        quantized: dict[str, Any] = {}
+        if self.quantization is not None:
+            plan = self.quantization.plan(linear_shapes(self.expected))
+            quantized = engine_arguments(self.quantization, plan)
+            self.expected = quantized_specs(self.expected, self.quantization, served=g.dtype.value)
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(folder),
@@ -90,10 +101,10 @@ class VllmEngine:
                 disable_log_stats=True,
                 trust_remote_code=False,
                 seed=config.seed,
+                **quantized,
             )
         )
         self.tokenizer = self.engine.get_tokenizer()
-        self.expected = expected_tensors(folder, g.dtype.value)
         self._running: dict[str, _Running] = {}
         self._count = 0
         self.sampled_tokens = 0
@@ -164,7 +175,17 @@ class VllmEngine:
         Raises:
             WeightsMismatch: naming every tensor that is missing, extra, misshapen or of another dtype.
         """
+        own = "" if self.quantization is None else self.quantization.label
+        if manifest.scheme != own:
+            raise WeightsMismatch(
+                f"generator {self.replica}",
+                f"serves {own or 'unquantized weights'}, but version {manifest.version} is published as "
+                f"{manifest.scheme or 'unquantized'}; version {self.version} stays live",
+            )
         problems = compare(self.expected, manifest.tensors)
+        if self.quantization is not None and self.quantization.scheme.static:
+            quantized = {n.removesuffix(".weight_scale") for n in self.expected if n.endswith(".weight_scale")}
+            problems += [f"no activation scale for {n}" for n in sorted(quantized - set(manifest.scales))]
         if problems:
             raise WeightsMismatch(
                 f"generator {self.replica}",
@@ -188,15 +209,40 @@ class VllmEngine:
             raise WeightsMismatch(
                 f"generator {self.replica}", f"version {manifest.version} arrived damaged: " + "; ".join(problems)
             )
-        self.engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(tensors.items()), "is_checkpoint_format": True}
-        )
+        if self.quantization is None:
+            self.engine.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(tensors.items()), "is_checkpoint_format": True}
+            )
+        else:
+            self.engine.collective_rpc(load_quantized, args=(tensors, self.quantization, manifest.scales))
         self.engine.collective_rpc(_refresh_tied_head)
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise WeightsMismatch(
                 f"generator {self.replica}", "the prefix cache of the old weights could not be dropped"
             )
-        self.version = manifest.version
+        self.version, self.scale_version = manifest.version, manifest.scale_version
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob of every token of each sequence but the first, at temperature 1, by the live weights.
+
+        Runs in this thread beside nothing else; for parity checks and tests.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        ids = []
+        for sequence in sequences:
+            self._count += 1
+            ids.append(str(self._count))
+            self.engine.add_request(ids[-1], TokensPrompt(prompt_token_ids=list(sequence)), params)
+        found: dict[str, list[float]] = {}
+        while len(found) < len(ids):
+            for output in self.engine.step():
+                if output.finished:
+                    entries = output.prompt_logprobs[1:]
+                    found[output.request_id] = _logprobs(output.prompt_token_ids[1:], entries)
+        return [found[i] for i in ids]
 
 
 def _refresh_tied_head(worker: Any) -> None:
@@ -255,10 +301,20 @@ def _logprobs(token_ids: Sequence[int], entries: Sequence[Mapping[int, Any] | No
     return values
 
 
+@dataclass(slots=True)
+class _Call:
+    """Work on the engine between two steps."""
+
+    function: Callable[[VllmEngine], Any]
+    idle: bool
+    """Wait until nothing runs; requests that come later wait for the call."""
+    future: Future[Any] = field(default_factory=Future)
+
+
 class EngineThread:
     """Drives an engine from a thread of its own, for an asyncio loop.
 
-    Consumes requests and weight loads; waits when there is neither; unblocked by `generate`, `load` and `close`;
+    Consumes requests and calls; waits when there is neither; unblocked by `generate`, `load`, `score` and `close`;
     produces completions. Cancelling a waiting caller leaves its request running to its end, unread.
     """
 
@@ -267,7 +323,7 @@ class EngineThread:
         self._swap = swap
         self._wake = threading.Condition()
         self._requests: deque[tuple[SamplingRequest, Future[Completion]]] = deque()
-        self._loads: deque[tuple[Manifest, Mapping[str, Any], Future[float]]] = deque()
+        self._calls: deque[_Call] = deque()
         self._futures: dict[str, Future[Completion]] = {}
         self._closing = False
         self._ready: Future[VllmEngine] = Future()
@@ -289,11 +345,26 @@ class EngineThread:
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> float:
         """Swap weights; returns the seconds the engine stood still."""
-        future: Future[float] = Future()
+
+        def swap(engine: VllmEngine) -> float:
+            start = time.perf_counter()
+            engine.load(manifest, tensors)
+            return time.perf_counter() - start
+
+        seconds: float = await self._call(swap, idle=self._swap is Swap.boundary)
+        return seconds
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens by the live weights, when nothing else runs."""
+        found: list[list[float]] = await self._call(lambda engine: engine.score(sequences), idle=True)
+        return found
+
+    async def _call(self, function: Callable[[VllmEngine], Any], *, idle: bool) -> Any:
+        call = _Call(function, idle)
         with self._wake:
-            self._loads.append((manifest, tensors, future))
+            self._calls.append(call)
             self._wake.notify()
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(call.future)
 
     def close(self) -> None:
         """End the thread after its current step; whatever still runs is cancelled."""
@@ -310,8 +381,8 @@ class EngineThread:
             return
         self._ready.set_result(engine)
         while self._wait(engine):
-            if self._loads and (self._swap is Swap.in_flight or not engine.busy):
-                self._load(engine)
+            if self._calls and not (self._calls[0].idle and engine.busy):
+                self._answer(engine)
                 continue
             start = time.perf_counter()
             try:
@@ -326,12 +397,11 @@ class EngineThread:
     def _wait(self, engine: VllmEngine) -> bool:
         """Admit what is queued; block while there is nothing to do. False when closing."""
         with self._wake:
-            while not (self._closing or self._requests or self._loads or engine.busy):
+            while not (self._closing or self._requests or self._calls or engine.busy):
                 self._wake.wait()
             if self._closing:
                 return False
-            # with swap=boundary, requests that come after a load wait for it
-            admit = not self._loads or self._swap is Swap.in_flight
+            admit = not (self._calls and self._calls[0].idle)
             queued = list(self._requests) if admit else []
             if admit:
                 self._requests.clear()
@@ -342,16 +412,13 @@ class EngineThread:
                 future.set_exception(error)
         return True
 
-    def _load(self, engine: VllmEngine) -> None:
+    def _answer(self, engine: VllmEngine) -> None:
         with self._wake:
-            manifest, tensors, future = self._loads.popleft()
-        start = time.perf_counter()
+            call = self._calls.popleft()
         try:
-            engine.load(manifest, tensors)
+            call.future.set_result(call.function(engine))
         except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(time.perf_counter() - start)
+            call.future.set_exception(error)
 
     def _settle(self, future: Future[Completion], completion: Completion) -> None:
         if not future.cancelled():
@@ -363,7 +430,7 @@ class EngineThread:
             waiting: list[Future[Any]] = [
                 *self._futures.values(),
                 *(f for _, f in self._requests),
-                *(f for *_, f in self._loads),
+                *(c.future for c in self._calls),
             ]
         for future in waiting:
             if not future.done():

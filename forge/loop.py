@@ -70,10 +70,17 @@ def request_seed(seed: int, group: int, member: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class Calibration(Protocol):
+    """Decides with which activation scales a version goes live."""
+
+    async def __call__(self, manifest: Manifest) -> tuple[Manifest, dict[str, float]]: ...
+
+
 class GrpoLoop:
     """One GRPO run over the parts it is given.
 
     Args:
+        calibration: None without quantization.
         first_step: steps already taken (above 0 after a resume); also the version of the live weights.
         on_batch: called with each trained batch and the version it trained.
     """
@@ -87,12 +94,13 @@ class GrpoLoop:
         scorer: Scorer,
         learner: Learner,
         reference: Reference | None = None,
+        calibration: Calibration | None = None,
         first_step: int = 0,
         on_batch: Callable[[list[Group], int], None] | None = None,
     ) -> None:
         self.config = config
         self.prompts, self.rollouts, self.scorer = prompts, rollouts, scorer
-        self.learner, self.reference = learner, reference
+        self.learner, self.reference, self.calibration = learner, reference, calibration
         self.step = first_step
         self.on_batch = on_batch
         self.max_age_seen = 0
@@ -101,6 +109,8 @@ class GrpoLoop:
             config.async_, prompts_per_step=config.prompts_per_step, first=first_step * config.prompts_per_step
         )
         self._moved = time.monotonic()
+        self.going_live = asyncio.Lock()
+        """Held while a version goes live; whoever changes what is live takes it."""
         self._paused = False
         self._doing = {"admission": "not started", "training": "not started", "weights": "idle"}
         self._rollout_tasks: set[asyncio.Task[None]] = set()
@@ -224,7 +234,15 @@ class GrpoLoop:
         self._moved = time.monotonic()
 
     async def _go_live(self, manifest: Manifest, batch: list[Group]) -> dict[str, float]:
+        async with self.going_live:
+            return await self._swap(manifest, batch)
+
+    async def _swap(self, manifest: Manifest, batch: list[Group]) -> dict[str, float]:
         """Publish a version, bring it to every generator, give the batch's slots back, free older versions."""
+        calibrated: dict[str, float] = {}
+        if self.calibration is not None:
+            self._doing["weights"] = f"calibrating version {manifest.version}"
+            manifest, calibrated = await self.calibration(manifest)
         start = time.perf_counter()
         self._doing["weights"] = f"publishing version {manifest.version}"
         await self.learner.publish(manifest)
@@ -236,7 +254,7 @@ class GrpoLoop:
         await self.learner.free_before(manifest.version)
         self._doing["weights"] = "idle"
         self._moved = time.monotonic()
-        return {
+        return calibrated | {
             "weights/sync_seconds": live - start,
             "time/publish_seconds": published - start,
             "time/pull_seconds": live - published,

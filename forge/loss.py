@@ -6,10 +6,12 @@ Symbols: lp log-prob under the trainer now, mu log-prob under the policy that sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from forge.config import AlgoConfig, Correction
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, which cannot overflow then (exp(20) is 5e8)."""
@@ -22,6 +24,14 @@ class LossSettings:
     clip_low: float
     clip_high: float
     kl: float
+    correction: Correction = Correction.clip
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+
+    @classmethod
+    def of(cls, config: AlgoConfig) -> LossSettings:
+        """The loss that a configuration asks for."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
 
 def token_logprobs(logits_NV: Tensor, target_N: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -41,22 +51,41 @@ def token_logprobs(logits_NV: Tensor, target_N: Tensor, *, temperature: float) -
 
 
 def grpo_loss(
-    lp_N: Tensor, mu_N: Tensor, reference_N: Tensor, advantage_N: Tensor, *, settings: LossSettings, denominator: int
+    lp_N: Tensor,
+    mu_N: Tensor,
+    reference_N: Tensor,
+    advantage_N: Tensor,
+    *,
+    settings: LossSettings,
+    denominator: int,
+    episode_N: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the clipped token losses over `denominator`, and sums for the metrics.
+    """Sum of the token losses over `denominator`, and sums for the metrics.
 
-    L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(lp - mu) (PPO, arXiv 1707.06347; clip-higher
-    from DAPO, arXiv 2503.14476), plus kl * k3 with k3 = exp(-d) + d - 1, d = lp - reference (Schulman, "Approximating
-    KL divergence"). `denominator` counts the trained tokens of the whole batch over all ranks and micro-batches, so
-    the gradients of packs and ranks simply add up to those of the token mean.
+    With correction=clip: L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(lp - mu) (PPO, arXiv
+    1707.06347; clip-higher from DAPO, arXiv 2503.14476). Otherwise the policy that trains and the one that sampled are
+    kept apart: L = -weight(exp(lp - mu)) rho A with rho = exp(lp - old), weight detached. Forge takes one optimizer
+    step a batch, so old is lp itself: rho is 1 and carries the gradient, and no second forward pass is needed.
+    Plus kl * k3 with k3 = exp(-d) + d - 1, d = lp - reference (Schulman, "Approximating KL divergence").
+    `denominator` counts the trained tokens of the whole batch over all ranks and micro-batches, so the gradients of
+    packs and ranks simply add up to those of the token mean. A token that a correction masks stays in it: its weight
+    is 0.
+
+    Args:
+        episode_N: int64 [N], which completion of the pack a token belongs to.
 
     Returns:
         scalar loss; sums (and maxima, under "max/…") of detached statistics, float32 scalars.
     """
     log_ratio = (lp_N - mu_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    policy = -torch.minimum(ratio * advantage_N, clipped * advantage_N)
+    if settings.correction is Correction.clip:
+        clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        policy = -torch.minimum(ratio * advantage_N, clipped * advantage_N)
+        changed = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
+    else:
+        weight, changed = importance_weight(log_ratio.detach(), episode_N, settings)
+        policy = -weight * (lp_N - lp_N.detach()).exp() * advantage_N
     loss = policy.sum()
     sums: dict[str, Tensor] = {"policy": policy.detach().sum()}
     if settings.kl > 0:
@@ -68,11 +97,39 @@ def grpo_loss(
         gap = (lp_N - mu_N).abs()
         sums["ratio"] = ratio.sum()
         sums["ratio_squared"] = ratio.square().sum()
-        sums["outside_clip"] = ((ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)).float().sum()
+        sums["outside_clip"] = changed.float().sum()
         sums["logprob_gap"] = gap.sum()
         sums["sampler_kl"] = (ratio - 1 - log_ratio).sum()  # k3 estimate of KL(sampler || trainer)
         sums["max/logprob_gap"] = gap.max() if gap.numel() else gap.new_zeros(())
     return loss / max(denominator, 1), sums
+
+
+def importance_weight(log_ratio_N: Tensor, episode_N: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """Weight of each token's gradient, and where it is not plainly w = exp(log_ratio).
+
+    Truncated importance sampling (arXiv 1312.0904's truncation, applied to rollout mismatch as "TIS" by verl and
+    others); IcePop masks instead of truncating; sequence_mask keeps completions whose geometric mean of w is within
+    the bounds, tokens weighted by w.
+
+    Returns:
+        weight float32 [N]; changed bool [N]: truncated or masked.
+    """
+    low, high = settings.correction_low, settings.correction_high
+    w = log_ratio_N.exp()
+    if settings.correction is Correction.tis:
+        return w.clamp(max=high), w > high
+    if settings.correction is Correction.icepop:
+        inside = (w >= low) & (w <= high)
+        return w * inside, ~inside
+    episodes = int(episode_N.max()) + 1 if episode_N.numel() else 0
+    total = log_ratio_N.new_zeros(episodes).index_add_(0, episode_N, log_ratio_N)
+    if settings.correction is Correction.sequence_tis:
+        product = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[episode_N]
+        return product.clamp(max=high), product > high
+    count = torch.bincount(episode_N, minlength=episodes).clamp(min=1)
+    mean = (total / count).exp()[episode_N]
+    inside = (mean >= low) & (mean <= high)
+    return w * inside, ~inside
 
 
 def loss_metrics(sums: dict[str, float], *, tokens: int, kl: float) -> dict[str, float]:

@@ -5,6 +5,7 @@ Reads config.json, the tokenizer's presence and the headers of the safetensors f
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format; more means the file is something else."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DIGESTS = "forge_digests.json"
+"""In folders that Forge wrote: {"sha256": digest of every other file of the folder by name}."""
+REPORTS = ("parity.json", "layers.json", "layers.md", "layers.png")
+"""Files that describe a folder; they are added after it is complete and have no digest."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DTYPES = {"F32", "F16", "BF16"}
@@ -79,6 +84,41 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"has {size} bytes where its header promises {end}: copy it again")
     tensors: dict[str, dict[str, Any]] = header
     return tensors
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digests(folder: Path) -> int:
+    """Compare every file of a folder that Forge wrote with its digest.
+
+    Returns:
+        number of files compared.
+
+    Raises:
+        ModelFolderError: files that are missing, damaged, or have no digest.
+    """
+    path = folder / DIGESTS
+    try:
+        listed: dict[str, str] = json.loads(path.read_text())["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelFolderError(f"{folder}: {DIGESTS} is missing or damaged, so nothing can be compared") from None
+    problems = [f"{folder}: {n} is missing" for n in listed if not (folder / n).is_file()]
+    problems += [
+        f"{folder}: {n} is damaged: its content differs from what was written; copy it again"
+        for n, value in listed.items()
+        if (folder / n).is_file() and sha256(folder / n) != value
+    ]
+    known = {*listed, DIGESTS, *REPORTS}
+    problems += [
+        f"{folder}: {f.name} was not written with the others" for f in sorted(folder.iterdir()) if f.name not in known
+    ]
+    if problems:
+        raise ModelFolderError(problems)
+    return len(listed)
 
 
 def _check_config(path: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from forge.charts import CHART_STYLE
 from forge.errors import ForgeError
 from forge.formats import duration, number
 from forge.jsonl import write_atomic
+from forge.report_calibration import calibration_section
 from forge.report_data import MOST_ROLLOUT_BYTES, Points, RunRecord, is_finite, read_run
 from forge.report_figures import sections
 
@@ -67,6 +68,7 @@ def _tiles(run: RunRecord) -> str:
         _tile("Tokens per second", speed, number, "sampled, all generators"),
         _tile("Largest age", age, number, _if("bound ", bound, number)),
         _tile("Weight sync", s.get("weight_sync_seconds"), lambda v: f"{v:.2f} s", "median, publish to live"),
+        _published(run),
         _tile("Peak memory", s.get("peak_rss_gib"), lambda v: f"{v:.1f} GiB", "all processes"),
         _tile("Completions", sampled or None, number, "sampled and scored"),
         _tile("Failures", failed, number, "tolerated and counted"),
@@ -89,6 +91,13 @@ def _change(name: str, before: Any, after: Any, note: str) -> tuple[str, str, st
     sign = "+" if difference > 0 else "−" if difference < 0 else "±"
     change = f'<span class="change {kind}">{sign}{number(abs(difference))}</span>'
     return name, f"{number(before)} → {number(after)} {change}", note
+
+
+def _published(run: RunRecord) -> tuple[str, str, str] | None:
+    """Size of a published version of quantized weights."""
+    size, whole = _median(run.points("quant/published_bytes")), _median(run.points("quant/bf16_bytes"))
+    note = f"quantized, {100 * size / whole:.0f} % of bfloat16" if size and whole else "quantized"
+    return _tile("Published weights", size, lambda v: f"{v / 2**20:,.1f} MiB", note)
 
 
 def _if(words: str, value: object, form: Callable[[float], str]) -> str:
@@ -214,25 +223,6 @@ def _answer(text: Any, reward: Any) -> str:
     return f'{_text(text)}<span class="chip {kind}">{shown}</span>'
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: ""}[value]
-    return number(value) if is_finite(value) else str(value)
-
-
-def _calibration(run: RunRecord) -> str:
-    plain = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in run.calibration]
-    columns = list(dict.fromkeys(key for row in plain for key in row))
-    head = "<tr>" + "".join(f"<th>{escape(key.replace('_', ' '))}" for key in columns) + "</tr>"
-    rows = []
-    for row in plain:
-        kind = "" if "accepted" not in row else "accepted" if row["accepted"] is True else "rejected"
-        cells = "".join(f"<td>{escape(_cell(v))}</td>" for v in map(row.get, columns))
-        rows.append(f'<tr class="{kind}">{cells}</tr>')
-    note = "Each time scales were estimated from fresh rollouts: what was measured, and whether the gate took them."
-    return f"<p>{note}</p>{_table(head, rows)}"
-
-
 # The page --------------------------------------------------------------------------------------------------------
 
 STATUS_KINDS = {"done": "good", "failed": "bad", "interrupted": "warn"}
@@ -252,9 +242,8 @@ def page(run: RunRecord) -> str:
     for title, figures in sections(run):
         if any(figures):
             parts.append(f'<section><h2>{escape(title)}</h2><div class="figures">{"".join(figures)}</div></section>')
+    parts.append(calibration_section(run))
     parts.append(f'<section><h2>What was lost on the way?</h2><div class="card">{_failures(run)}</div></section>')
-    if run.calibration:
-        parts.append(f'<section><h2>Calibration</h2><div class="card">{_calibration(run)}</div></section>')
     heading = "Before and after" if run.samples else "Samples"
     parts.append(f'<section><h2>{heading}</h2><div class="card">{_samples(run)}</div></section>')
     if run.config:
@@ -316,6 +305,8 @@ h3 { margin: 0 0 4px; font-size: 15px; }
 .status { font-size: 14px; padding: 3px 12px; vertical-align: 5px; margin-left: 6px; letter-spacing: 0; }
 .chip { font-size: 12px; padding: 1px 9px; margin-top: 6px; background: var(--page); color: var(--muted); }
 .change { font-size: 13px; padding: 1px 8px; vertical-align: 3px; background: var(--page); color: var(--muted); }
+.warn { background: var(--warn-bg); color: var(--warn); }
+.note { background: color-mix(in srgb, var(--c3) 14%, transparent); color: var(--c3); }
 .good, .better { background: var(--good-bg); color: var(--good); }
 .bad, .worse { background: var(--bad-bg); color: var(--bad); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; margin: 22px 0 0; }
@@ -335,6 +326,9 @@ figcaption { margin-top: 6px; color: var(--muted); font-size: 13.5px; line-heigh
 .key i { width: 14px; height: 4px; border-radius: 2px; background: currentColor; }
 .key i.thin { height: 2px; }
 .key i.faint { height: 2px; opacity: .6; }
+.key i.band { height: 11px; opacity: .25; }
+.key i.rule { width: 2px; height: 12px; }
+.key svg.sign { width: 14px; height: 14px; }
 .key i.dots { width: 9px; height: 9px; border-radius: 50%; }
 .key i.dashed { background: linear-gradient(90deg, currentColor 40%, transparent 40% 60%, currentColor 60%); }
 .c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); }
@@ -348,8 +342,23 @@ tbody tr:last-child td { border-bottom: 0; }
 .samples td { min-width: 90px; }
 .examples td:last-child { width: 60%; min-width: 220px; }
 .samples td:nth-child(n + 3) { min-width: 220px; }
-tr.rejected td:first-child { box-shadow: inset 3px 0 var(--bad); padding-left: 10px; }
-tr.accepted td:first-child { box-shadow: inset 3px 0 var(--good); padding-left: 10px; }
+.decisions th, .decisions td { padding: 7px 12px 7px 0; white-space: nowrap; }
+.decisions thead tr:first-child th { border-bottom: 0; padding-bottom: 0; vertical-align: bottom; }
+.decisions thead tr th[rowspan] { border-bottom: 1px solid var(--grid); padding-bottom: 7px; }
+.decisions th.group { text-align: right; color: var(--ink); }
+.decisions .chip { margin: 0; }
+.decisions td:first-child { padding-left: 12px; box-shadow: inset 3px 0 var(--edge-of, var(--edge)); }
+.decisions tr.open td { border-bottom: 0; padding-bottom: 2px; }
+.decisions tr.below td { white-space: normal; padding-top: 0; color: var(--muted); font-size: 13.5px; }
+.decisions ul { margin: 0; padding-left: 18px; overflow-wrap: anywhere; }
+.decisions p { margin: 2px 0 0; }
+.good-edge { --edge-of: var(--good); } .bad-edge { --edge-of: var(--bad); }
+.warn-edge { --edge-of: var(--warn); } .note-edge { --edge-of: var(--c3); }
+.none { color: var(--muted); }
+.meanings { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 0 0 14px; padding: 0;
+  font-size: 13.5px; color: var(--muted); }
+.meanings .chip { margin: 0 4px 0 0; }
+section > .card + .figures { margin-top: 16px; }
 pre { margin: 0; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 details summary { cursor: pointer; color: var(--muted); font-size: 14px; }

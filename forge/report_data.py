@@ -16,6 +16,9 @@ from forge.jsonl import read_lines
 MOST_ROLLOUT_BYTES = 512 * 2**20
 """Of a rollouts.jsonl larger than this only the end is read; the page says so."""
 
+LARGEST = 1e300
+"""Beyond this a sum or a difference of two values would overflow; nothing that a run measures comes near it."""
+
 Points = list[tuple[float, float]]
 
 
@@ -58,7 +61,8 @@ def read_run(folder: Path) -> RunRecord:
     record = RunRecord(title=f"{folder.resolve().parent.name} / {folder.resolve().name}")
     with suppress(OSError):
         record.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-    by_step = {row["step"]: row for row in _rows(folder / "metrics.jsonl") if isinstance(row.get("step"), int)}
+    rows = [row for row in _rows(folder / "metrics.jsonl") if isinstance(row.get("step"), int)]
+    by_step = {row["step"]: row for row in rows if is_finite(row["step"])}
     record.rows = [by_step[step] for step in sorted(by_step)]
     record.calibration = list(_rows(folder / "calibration.jsonl"))
     summary, samples = _json(folder / "summary.json"), _json(folder / "samples.json")
@@ -106,4 +110,4 @@ def _json(path: Path) -> Any:
 
 def is_finite(value: object) -> TypeGuard[float]:
     """True for a number that can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST

@@ -8,19 +8,31 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from forge.charts import Series, histogram, line_chart, stacked_bars
+from forge.charts import Mark, Series, histogram, line_chart, stacked_bars
 from forge.formats import number
 from forge.report_data import Points, RunRecord, is_finite
 
 
-def _figure(title: str, svg: str, meaning: str, legend: Sequence[Series] = (), *, wide: bool = False) -> str:
+def figure(
+    title: str,
+    svg: str,
+    meaning: str,
+    legend: Sequence[Series] = (),
+    *,
+    marks: Sequence[Mark] = (),
+    wide: bool = False,
+) -> str:
     """A picture with its title, its key and what it shows in plain words; "" without a picture."""
     if not svg:
         return ""
     keys = "".join(
         f'<span class="key"><i class="c{s.colour} {s.look}"></i>{escape(s.name)}</span>' for s in legend if s.points
     )
-    key = f'<div class="keys">{keys}</div>' if len([s for s in legend if s.points]) > 1 else ""
+    keys = keys if len([s for s in legend if s.points]) > 1 else ""
+    for mark in {mark.name: mark for mark in marks}.values():
+        sign = f'<svg class="chart sign" viewBox="-7 -7 14 14" aria-hidden="true">{mark.path()}</svg>'
+        keys += f'<span class="key">{sign}{escape(mark.name)}</span>'
+    key = f'<div class="keys">{keys}</div>' if keys else ""
     return (
         f'<figure class="card{" wide" if wide else ""}"><h3>{escape(title)}</h3>{key}{svg}'
         f"<figcaption>{escape(meaning)}</figcaption></figure>"
@@ -32,7 +44,7 @@ def _lines(
 ) -> str:
     """A figure of metrics; each key is (metric, name, colour, look)."""
     series = [Series(name=name, points=run.points(key), colour=colour, look=look) for key, name, colour, look in keys]
-    return _figure(title, line_chart(series, label=f"{title}. {meaning}", unit=unit, **options), meaning, series)
+    return figure(title, line_chart(series, label=f"{title}. {meaning}", unit=unit, **options), meaning, series)
 
 
 def _reward(run: RunRecord) -> str:
@@ -49,7 +61,7 @@ def _reward(run: RunRecord) -> str:
         f"the thick line, the mean of {window} steps, is the one to read. Up is better."
     )
     svg = line_chart(series, label=f"Reward. {meaning}", wide=True)
-    return _figure("Reward", svg, meaning, series, wide=True)
+    return figure("Reward", svg, meaning, series, wide=True)
 
 
 def _components(run: RunRecord) -> str:
@@ -79,7 +91,7 @@ def _signal(run: RunRecord) -> str:
         "Groups of each step. Only a group whose completions were rewarded differently says which was better; "
         "one with equal rewards carries no gradient. When nearly all are equal, the prompts are too easy or too hard."
     )
-    return _figure("What the groups were good for", stacked_bars(layers, label=meaning), meaning, layers)
+    return figure("What the groups were good for", stacked_bars(layers, label=meaning), meaning, layers)
 
 
 def _ages(run: RunRecord) -> str:
@@ -94,7 +106,7 @@ def _ages(run: RunRecord) -> str:
         "How many optimizer steps old the oldest weights were that sampled any token of a trained group (0: the "
         "weights it trained). No bar may lie to the right of the dashed line, the bound the run promises."
     )
-    return _figure("Age of the data", histogram(counts, label=meaning, mark=mark), meaning)
+    return figure("Age of the data", histogram(counts, label=meaning, mark=mark), meaning)
 
 
 TRAINER_TIMES = (
@@ -129,7 +141,7 @@ def _timeline(run: RunRecord) -> str:
         "Seconds of each step from the trainer's side. Grey is time it stood idle because rollouts were not ready. "
         "Dashed lines are work that goes on beside the trainer and costs no time of its own."
     )
-    return _figure("Where the time of a step goes", svg, meaning, [*layers, *beside], wide=True)
+    return figure("Where the time of a step goes", svg, meaning, [*layers, *beside], wide=True)
 
 
 def _learning_rate(run: RunRecord) -> str:

@@ -13,6 +13,7 @@ class Replica(Protocol):
     """What the pool asks of one generator."""
 
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]: ...
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
     async def pull(self, manifest: Manifest) -> dict[str, float]: ...
     async def statistics(self) -> dict[str, float]: ...
 
@@ -41,6 +42,10 @@ class GeneratorPool:
         for i, part in enumerate(parts):
             results[i::n] = part
         return [r for r in results if r is not None]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens by the live weights, from one replica."""
+        return await self._replicas[0].score(sequences)
 
     async def pull(self, manifest: Manifest) -> dict[str, float]:
         """Bring every replica to a version; returns the slowest replica's seconds."""

@@ -1,16 +1,17 @@
 """Fakes for coordination logic: parts that keep the loop's protocols and do no work.
 
-They have no model and draw no tokens of their own; nothing that concerns tokens, weights or numbers is tested
-with them. Times are in seconds of the event loop.
+They have no model; nothing that concerns weights or numbers is tested with them. Times are in seconds of the event
+loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forge.types import (
+    ActivationScale,
     Completion,
     Episode,
     FinishReason,
@@ -129,3 +130,53 @@ class FakeLearner:
 
     async def free_before(self, version: int) -> None:
         self.published = [v for v in self.published if v >= version]
+
+
+@dataclass
+class FakeCalibrator:
+    """Policies as functions of a token prefix: `quantized(prefix, scales)` and `unquantized(prefix)` give a token."""
+
+    unquantized: Callable[[tuple[int, ...]], int]
+    quantized: Callable[[tuple[int, ...]], int]
+    verified: int = 0
+
+    async def verify(
+        self, episodes: Sequence[Episode], scales: Mapping[str, ActivationScale] | None
+    ) -> list[FakeVerified]:
+        policy = self.unquantized if scales is None else self.quantized
+        self.verified += 1
+        found = []
+        for e in episodes:
+            prefix = e.prompt.token_ids
+            for k, token in enumerate(e.completion.token_ids):
+                if (own := policy(prefix)) != token:
+                    found.append(FakeVerified(agreed=k, token=own))
+                    break
+                prefix += (token,)
+            else:
+                found.append(FakeVerified(agreed=len(e.completion.token_ids), token=None))
+        return found
+
+
+@dataclass
+class FakeVerified:
+    """Answer of `FakeCalibrator`."""
+
+    agreed: int
+    token: int | None
+
+
+@dataclass
+class FakeGreedy:
+    """Generators that decode greedily by a function of the prefix, ending with token 0."""
+
+    policy: Callable[[tuple[int, ...]], int]
+
+    async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        found = []
+        for r in requests:
+            ids: tuple[int, ...] = ()
+            while len(ids) < r.max_new_tokens and (not ids or ids[-1] != 0):
+                ids += (self.policy(r.token_ids + ids),)
+            found.append(replace(fake_completion(0), token_ids=ids))
+        return found

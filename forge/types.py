@@ -177,6 +177,16 @@ class TensorSpec:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class ActivationScale:
+    """Static quantization of one layer's input: x is about (code - zero_point) * scale."""
+
+    scale: float
+    """Above 0; exactly a float32."""
+    zero_point: int
+    """Code of the value 0, in [-128, 127]."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Manifest:
     """What a published version holds. A reader loads all of it or nothing."""
 
@@ -186,4 +196,16 @@ class Manifest:
     num_bytes: int
     """Total size as published."""
     changed_share: float
-    """Share of all elements whose published value differs from the previous version's (1.0 for the first)."""
+    """Share of all elements whose published value differs from the previous version's (1.0 for the first). Of a
+    quantized weight, its integer code is the value."""
+    scheme: str = ""
+    """Quantization the tensors are in (its label); empty for unquantized ones."""
+    scale_version: int = 0
+    """Counts the accepted sets of activation scales of a static scheme; 0 without."""
+    scales: Mapping[str, ActivationScale] = field(default_factory=dict)
+    """Activation scales by Hugging Face module name; they travel with the weights, so both go live at once."""
+
+    @property
+    def key(self) -> str:
+        """What the version's tensors are filed under in the weight store."""
+        return f"{self.version}:{self.scheme}"

@@ -1,7 +1,8 @@
 """Versioned weights through TorchStore: shards go in as they lie, full tensors come out, old versions are freed.
 
-A version's tensors have keys "<version>/<name>"; a key is written once and never overwritten, because TorchStore
-gives torn tensors to a reader of a key that is being written. Which names a version holds is said by its manifest.
+A version's tensors have keys "<version>:<scheme>/<name>"; a key is written once and never overwritten, because
+TorchStore gives torn tensors to a reader of a key that is being written. Which names a version holds is said by its
+manifest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from forge.errors import PartFailed
 from forge.mesh import FRAME_LIMIT, SupervisionError, endpoint
-from forge.types import Manifest, TensorSpec
+from forge.types import Manifest
 
 import torchstore  # isort: skip  (reads the environment that forge.mesh sets)
 import torchstore.api  # isort: skip
@@ -65,7 +66,7 @@ class WeightStore:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._live: dict[int, Manifest] = {}
+        self._live: list[Manifest] = []
 
     async def open(self, procs: Any) -> None:
         """Start the store on a process mesh of one process."""
@@ -73,28 +74,28 @@ class WeightStore:
 
     def committed(self, manifest: Manifest) -> None:
         """Note a version whose shards are all in the store."""
-        self._live[manifest.version] = manifest
+        self._live.append(manifest)
 
     async def free_before(self, version: int) -> None:
         """Delete every version older than `version`; call it when no reader uses them any more."""
-        for old in [v for v in self._live if v < version]:
-            manifest = self._live.pop(old)
-            await _gather(torchstore.delete(_key(old, n), store_name=self.name) for n in _stored(manifest))
+        await self._free([m for m in self._live if m.version < version])
+
+    async def free(self, manifest: Manifest) -> None:
+        """Delete one published form of a version."""
+        await self._free([m for m in self._live if m.key == manifest.key])
+
+    async def _free(self, manifests: list[Manifest]) -> None:
+        for manifest in manifests:
+            self._live.remove(manifest)
+            await _gather(torchstore.delete(_key(manifest.key, n), store_name=self.name) for n in _stored(manifest))
 
     async def close(self) -> None:
         """Drop everything."""
         await torchstore.shutdown(self.name)
 
 
-def manifest(specs: dict[str, TensorSpec], *, version: int, changed: int, total: int) -> Manifest:
-    """The manifest of a version, from rank 0's specs and the counts of all ranks."""
-    width = {"bfloat16": 2, "float32": 4}
-    size = sum(math.prod(s.shape) * width[s.dtype] for s in specs.values())
-    return Manifest(version=version, tensors=specs, num_bytes=size, changed_share=changed / max(total, 1))
-
-
-async def put(store: str, version: int, shards: Mapping[str, Any]) -> None:
-    """Write this rank's shards (DTensors) of a version.
+async def put(store: str, key: str, shards: Mapping[str, Any]) -> None:
+    """Write this rank's shards (DTensors) of a version under its manifest's key.
 
     Raises:
         PartFailed: a shard does not fit Monarch's frame limit.
@@ -111,7 +112,7 @@ async def put(store: str, version: int, shards: Mapping[str, Any]) -> None:
     # TorchStore cannot give back a tensor without elements; readers make those from the manifest.
     full = {name: shard for name, shard in shards.items() if shard.numel()}
     with _store_errors("put"):
-        await _gather(torchstore.put(_key(version, name), shard, store_name=store) for name, shard in full.items())
+        await _gather(torchstore.put(_key(key, name), shard, store_name=store) for name, shard in full.items())
 
 
 async def get(store: str, manifest: Manifest) -> dict[str, Any]:
@@ -123,7 +124,7 @@ async def get(store: str, manifest: Manifest) -> dict[str, Any]:
     names = _stored(manifest)
     try:
         with _store_errors("get"):
-            found = await _gather(torchstore.get(_key(manifest.version, n), store_name=store) for n in names)
+            found = await _gather(torchstore.get(_key(manifest.key, n), store_name=store) for n in names)
     except KeyError as error:
         reason = str(error).splitlines()[0][:300]
         raise PartFailed("weight store", f"version {manifest.version} is not complete in the store: {reason}") from None
@@ -146,8 +147,8 @@ def _stored(manifest: Manifest) -> list[str]:
     return [name for name, spec in manifest.tensors.items() if math.prod(spec.shape)]
 
 
-def _key(version: int, name: str) -> str:
-    return f"{version}/{name}"
+def _key(key: str, name: str) -> str:
+    return f"{key}/{name}"
 
 
 async def _gather(transfers: Any) -> list[Any]:

@@ -1,10 +1,12 @@
 """Configuration: the schema and the one way to load it."""
 
 from forge.config.load import SCHEMAS, flatten, load_config, to_yaml
+from forge.config.quant import QUANT_SCHEMES, CalibrationConfig, QatConfig, QuantConfig, RollbackConfig
 from forge.config.schema import (
     AlgoConfig,
     AsyncConfig,
     CheckpointConfig,
+    Correction,
     DataConfig,
     Decay,
     Device,
@@ -22,10 +24,13 @@ from forge.config.schema import (
 )
 
 __all__ = [
+    "QUANT_SCHEMES",
     "SCHEMAS",
     "AlgoConfig",
     "AsyncConfig",
+    "CalibrationConfig",
     "CheckpointConfig",
+    "Correction",
     "DataConfig",
     "Decay",
     "Device",
@@ -35,7 +40,10 @@ __all__ = [
     "GrpoConfig",
     "ModelConfig",
     "PlacementConfig",
+    "QatConfig",
+    "QuantConfig",
     "RewardConfig",
+    "RollbackConfig",
     "SamplingConfig",
     "Swap",
     "TrackerConfig",

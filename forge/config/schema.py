@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from forge.config.quant import CalibrationConfig, QuantConfig, RollbackConfig
+
 
 class Dtype(StrEnum):
     """A compute dtype, by its torch name."""
@@ -151,6 +153,22 @@ class SamplingConfig:
             yield f"sampling.max_new_tokens must be at least 1, got {self.max_new_tokens}"
 
 
+class Correction(StrEnum):
+    """How the loss answers that the policy that sampled (older, quantized, in another engine) is not the trainer's.
+    w is exp(trainer log-prob - sampler log-prob) of a token."""
+
+    clip = "clip"
+    """PPO's clipped ratio to the sampler: the ratio itself corrects."""
+    tis = "tis"
+    """Truncated importance sampling: each token's gradient is weighted by min(w, correction_high)."""
+    sequence_tis = "sequence_tis"
+    """The same with the product of w over a completion."""
+    icepop = "icepop"
+    """Weighted by w; tokens with w outside [correction_low, correction_high] carry no gradient."""
+    sequence_mask = "sequence_mask"
+    """Weighted by w; completions whose geometric mean of w lies outside the bounds carry no gradient."""
+
+
 @dataclass(kw_only=True, slots=True)
 class AlgoConfig:
     """GRPO: clipped ratio to the policy that sampled, group advantage, token-mean over the whole batch."""
@@ -159,6 +177,12 @@ class AlgoConfig:
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = 0.28
     """The ratio is clipped at 1 + clip_high (DAPO's clip-higher)."""
+    correction: Correction = Correction.clip
+    """clip, tis, sequence_tis, icepop or sequence_mask: see docs/quantization.md."""
+    correction_low: float = 0.5
+    """Lower bound of w for icepop and sequence_mask."""
+    correction_high: float = 2.0
+    """Upper bound of w for all but clip."""
     kl: float = 0.0
     """Weight of the k3 KL estimate to the initial policy; above 0 a reference actor is spawned."""
     scale_by_std: bool = True
@@ -171,6 +195,11 @@ class AlgoConfig:
             yield f"algo.clip_low must be in (0, 1], got {self.clip_low}"
         if not self.clip_high > 0:
             yield f"algo.clip_high must be above 0, got {self.clip_high}"
+        if not 0 < self.correction_low < 1 < self.correction_high:
+            yield (
+                "algo.correction_low must be in (0, 1) and algo.correction_high above 1, got "
+                f"{self.correction_low} and {self.correction_high}"
+            )
         if not self.kl >= 0:
             yield f"algo.kl must be 0 or more, got {self.kl}"
 
@@ -378,6 +407,9 @@ class GrpoConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    rollback: RollbackConfig = field(default_factory=RollbackConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -414,6 +446,8 @@ class GrpoConfig:
                 f"generator.tensor_parallel={self.generator.tensor_parallel} needs GPUs, but placement is cpu: "
                 "use generator.replicas for more engines"
             )
+        if self.placement.device is Device.cpu and self.quant.scheme == "fp8_dynamic":
+            yield "quant.scheme=fp8_dynamic needs GPUs, but placement is cpu: int8_dynamic is its counterpart there"
         if self.steps < 1:
             yield f"steps must be at least 1, got {self.steps}"
         if self.prompts_per_step < 1:

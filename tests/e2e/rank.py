@@ -52,6 +52,8 @@ def main() -> None:
         config = load_config("grpo", [f"trainer.ranks={job['ranks']}", *overrides])
         return TitanTrainer(config, Path(model))
 
+    from forge import engine_titan_files as files  # imports titan, which must know the device first
+
     trainer = build(job["overrides"], job["model"])
     vocab = trainer.model.config.vocab_size
     results: list[Any] = []
@@ -73,7 +75,7 @@ def main() -> None:
             published = trainer.stage()
             results.append([published.changed, published.total, sorted(published.shards)])
         elif kind in ("save_hf", "save_state", "load_state"):
-            getattr(trainer, kind)(Path(action["path"]))
+            getattr(files, kind)(trainer, Path(action["path"]))
             results.append(trainer.version)
         else:
             raise ValueError(kind)

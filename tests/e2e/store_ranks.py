@@ -64,7 +64,7 @@ class Writer(ForgeActor):
                 shards[name] = distribute_tensor(full(name, version), mesh, [Shard(0)])
             elif current_rank().rank == 0:
                 shards[name] = full(name, version)
-        await weights.put(STORE, version, shards)
+        await weights.put(STORE, manifest(version).key, shards)
 
 
 class Reader(ForgeActor):
@@ -111,7 +111,7 @@ async def main(ranks: int) -> dict[str, Any]:
         found["freed"] = await reader.call_one("get_missing", 1)
         os.environ[weights.FRAME_LIMIT] = "100000"
         try:
-            await weights.put(STORE, 3, {"wide": full("wide", 3)})
+            await weights.put(STORE, manifest(3).key, {"wide": full("wide", 3)})
         except ForgeError as error:
             found["too_large"] = str(error)
         await store.close()

@@ -212,3 +212,42 @@ def test_weights_that_do_not_fit_are_refused_by_name(tiny: Path, tmp_path: Path,
     ):
         assert part in str(caught.value)
     assert json.loads((copy / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "8da4w"])
+def test_qat_trains_the_same_on_any_number_of_ranks(
+    scheme: str, tiny: Path, train_ranks: Ranks, tmp_path: Path
+) -> None:
+    overrides = (f"quant.scheme={scheme}", "quant.qat.enabled=true", "quant.qat.start_step=1", "trainer.lr=1e-3",
+                 "trainer.micro_batch=4")  # fmt: skip
+    actions: list[dict[str, Any]] = [{"do": "step"}, {"do": "step"}, {"do": "stage"}, {"do": "weights"}]
+    one = train_ranks(tiny, [*actions, {"do": "save_state", "path": str(tmp_path / "s")}], overrides=overrides)
+    two = train_ranks(tiny, actions, ranks=2, overrides=overrides)
+    assert [one[0]["quant/qat"], one[1]["quant/qat"]] == [0.0, 1.0]
+    for a, b in zip(one[:2], two[:2], strict=True):
+        assert a["loss/total"] == pytest.approx(b["loss/total"], rel=1e-4, abs=1e-6)
+        assert a["trainer/grad_norm"] == pytest.approx(b["trainer/grad_norm"], rel=1e-3)
+    assert one[3] == pytest.approx(two[3], rel=1e-5)
+    names = one[2][2]
+    assert names == two[2][2]
+    assert any(n.endswith("weight_scale") for n in names)
+    assert not any("fake" in n or "codes" in n for n in names)
+
+    # an ordinary checkpoint: it continues, and it continues without QAT as well
+    (version, step) = train_ranks(
+        tiny, [{"do": "load_state", "path": str(tmp_path / "s")}, {"do": "step"}], overrides=overrides
+    )
+    assert (version, step["quant/qat"]) == (2, 1.0)
+    (version, step) = train_ranks(
+        tiny, [{"do": "load_state", "path": str(tmp_path / "s")}, {"do": "step"}], overrides=("trainer.lr=1e-3",)
+    )
+    assert version == 2
+    assert "quant/qat" not in step
+
+
+def test_qat_with_activation_checkpointing_changes_nothing(tiny: Path, train_ranks: Ranks) -> None:
+    overrides = ("quant.scheme=int4_weight", "quant.qat.enabled=true")
+    (plain,) = train_ranks(tiny, [{"do": "step"}], overrides=overrides)
+    (again,) = train_ranks(tiny, [{"do": "step"}], overrides=(*overrides, "trainer.activation_checkpointing=true"))
+    assert again["loss/total"] == pytest.approx(plain["loss/total"], rel=1e-6)
+    assert again["trainer/grad_norm"] == pytest.approx(plain["trainer/grad_norm"], rel=1e-5)

@@ -16,7 +16,7 @@ def test_shards_of_any_shape_come_out_as_they_went_in(ranks: int) -> None:
     assert line is not None, done.stderr
     found = json.loads(line.removeprefix("RESULT"))
     assert [set(version.values()) for version in found["equal"]] == [{True}, {True}]
-    assert found["keys"] == sorted(f"2/{n}" for n in ("uneven", "wide", "vector", "one", "four of three"))
+    assert found["keys"] == sorted(f"2:/{n}" for n in ("uneven", "wide", "vector", "one", "four of three"))
     assert "version 1 is not complete in the store" in found["freed"]
     assert "wide has a shard of 128128 bytes" in found["too_large"]
     assert "HYPERACTOR_CODEC_MAX_FRAME_LENGTH=100000" in found["too_large"]

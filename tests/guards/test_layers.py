@@ -9,11 +9,16 @@ from pathlib import Path
 LAYERS = [  # lowest first: a module imports from its own layer and from lower ones
     ("basics", "types errors formats jsonl redact"),
     ("config", "config"),
-    ("algorithms", "rows data model_folder reward advantage buffer batch loss rounding quant metrics"),
-    ("reports", "bench runfolder charts report report_data report_figures progress tracker"),
+    ("algorithms", "rows data model_folder hf_folder reward advantage buffer batch loss rounding quant metrics"),
+    (
+        "reports",
+        "bench parity runfolder charts report report_data report_figures report_calibration quant_report "
+        "progress tracker",
+    ),
     (
         "loop and adapters",
-        "fetch inputs weights engine_vllm engine_titan engine_titan_model mesh service checkpoint loop testing",
+        "fetch inputs weights engine_vllm engine_vllm_quant engine_titan engine_titan_model engine_titan_files "
+        "engine_titan_calibrator mesh service checkpoint recalibration loop testing",
     ),
     ("actors", "actors"),
     ("launch", "actors.launch"),
@@ -23,7 +28,7 @@ VENDORS = {  # who may import it; a sub-module or a sibling with a longer name (
     "vllm": ["engine_vllm", "actors.peers"],
     "torchtitan": ["engine_titan"],
     "torchstore": ["weights"],
-    "torchao": ["quant", "engine_titan"],
+    "torchao": ["quant", "engine_vllm"],
     "monarch": ["mesh"],
 }
 

@@ -7,7 +7,10 @@ from forge.charts import (
     CHART_STYLE,
     COLOURS,
     MOST_POINTS,
+    SHAPES,
+    Mark,
     Series,
+    bar_rows,
     extremes,
     histogram,
     line_chart,
@@ -37,11 +40,12 @@ def lines_in(svg: str) -> list[ET.Element]:
         (0.12, 0.78, [0.0, 0.2, 0.4, 0.6, 0.8]),
         (-0.03, 0.03, [-0.04, -0.02, 0.0, 0.02, 0.04]),
         (5, 5, [4.4, 4.6, 4.8, 5.0, 5.2, 5.4, 5.6]),
+        (0, 3e-15, [0.0, 1e-15, 2e-15, 3e-15]),
         (0, 0, [-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6]),
     ],
 )
 def test_ticks_are_round_and_span_the_values(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected, abs=1e-9)
+    assert ticks(low, high) == pytest.approx(expected, rel=1e-6, abs=1e-17)
 
 
 def test_axis_numbers_can_be_told_apart() -> None:
@@ -69,7 +73,7 @@ def test_one_point_is_a_dot() -> None:
     assert len(list(parsed(svg).findall("circle"))) == 1
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-9, -3.0, 1e12])
+@pytest.mark.parametrize("value", [0.0, 1e-9, 1e-320, -3.0, 1e12])
 def test_equal_values_are_a_level_line_within_the_picture(value: float) -> None:
     (line,) = lines_in(line_chart([Series(name="a", points=[(1, value), (2, value)])], label="x"))
     first, second = ys_of(line)
@@ -132,6 +136,65 @@ def test_the_pointer_shows_the_values_of_its_step() -> None:
     assert texts == ["step 1 · a <b> 0.5 s", "step 2 · a <b> 0.25 s · c 3 s"]
 
 
+def test_what_is_on_or_off_stands_behind_the_line_and_does_not_stretch_the_axis() -> None:
+    gap = Series(name="gap", points=[(x, 0.1) for x in range(1, 6)])
+    on = Series(name="on", points=[(1, 0), (2, 1), (3, 1), (4, 0), (5, 1)], look="band")
+    version = Series(name="v", points=[(1, 70), (2, 70), (3, 80), (4, 80), (5, 90)], look="rule")
+    root = parsed(line_chart([gap, on, version], label="x", zero=True))
+    bands = [e for e in root.findall("rect") if "band" in e.attrib["class"]]
+    # x = 1 … 5 lies at 52 … 548, 124 apart; a band reaches half a step to both sides and ends where the axis does
+    assert [(float(b.attrib["x"]), float(b.attrib["width"])) for b in bands] == [(114.0, 248.0), (486.0, 62.0)]
+    rules = [e for e in root.findall("line") if "rule" in e.attrib["class"]]
+    assert [float(r.attrib["x1"]) for r in rules] == [300.0, 548.0]
+    texts = [t.text for t in root.findall("text")]
+    assert {"v 80", "v 90", "0.1"} <= set(texts)
+    assert "100" not in texts
+    assert "step 3 · gap 0.1 · on 1 · v 80" in [t.text for t in root.iter("text")]
+
+
+def test_names_of_crowded_changes_do_not_overlap() -> None:
+    line = Series(name="a", points=[(x, 1.0) for x in range(200)])
+    version = Series(name="scales", points=[(x, float(x)) for x in range(200)], look="rule")
+    root = parsed(line_chart([line, version], label="x"))
+    assert len([e for e in root.findall("line") if "rule" in e.attrib["class"]]) == 199
+    named = [t for t in root.findall("text") if (t.text or "").startswith("scales ")]
+    places = sorted(float(t.attrib["x"]) for t in named if "text-anchor" not in t.attrib)
+    assert 5 < len(named) < 12
+    assert min(b - a for a, b in zip(places, places[1:], strict=False)) > 45
+
+
+def test_only_what_is_on_or_off_is_no_chart() -> None:
+    assert line_chart([Series(name="on", points=[(1, 1), (2, 1)], look="band")], label="x") == ""
+
+
+def test_marks_lie_on_their_values_or_on_the_axis_and_are_named_under_the_pointer() -> None:
+    line = Series(name="a", points=[(1, 0.0), (2, 4.0)])
+    marks = [
+        Mark(x=2, y=4.0, name="<taken>", shape="cross", tone="bad"),
+        Mark(x=3, y=None, name="late", shape="down"),
+        Mark(x=3, y=8.0, name="high"),
+    ]
+    root = parsed(line_chart([line], label="x", marks=marks))
+    assert [p.attrib["transform"] for p in root.findall("path")] == [
+        "translate(300.0 105.0)", "translate(548.0 186.0)", "translate(548.0 24.0)"
+    ]  # fmt: skip
+    texts = [t.text for g in root.iter("g") for t in g.iter("text")]
+    assert texts == ["step 1 · a 0", "step 2 · a 4 · <taken>", "step 3 · late · high"]
+
+
+def test_lying_bars_are_as_long_as_their_values() -> None:
+    svg = bar_rows([("a <b>", 0.4, "note <i>"), ("x" * 50 + "end", 0.1, ""), ("none", 0.0, "")], label="<l>")
+    root = parsed(svg)
+    lengths = [float(b.attrib["width"]) for b in root.findall("rect")]
+    assert lengths == [pytest.approx(4 * lengths[1], rel=0.01), lengths[1], 0.0]
+    texts = [t.text or "" for t in root.findall("text")]
+    assert {"a <b>", "0.4", "note <i>", "…" + "x" * 43 + "end"} <= set(texts)
+    assert [t.text for t in root.iter("title")][1] == "x" * 50 + "end: 0.1"
+    assert float(root.attrib["viewBox"].split()[3]) == pytest.approx(3 * 25, abs=5)
+    assert bar_rows([], label="x") == ""
+    assert 'width="0.0"' in bar_rows([("a", 0.0, "")], label="x")
+
+
 def test_names_and_labels_are_escaped() -> None:
     svg = line_chart([Series(name='"><script>', points=[(1, 1), (2, 2)])], label='"><script>')
     assert "<script" not in svg
@@ -140,3 +203,7 @@ def test_names_and_labels_are_escaped() -> None:
 
 def test_every_colour_of_a_series_has_a_style() -> None:
     assert set(re.findall(r"\.s(\d)", CHART_STYLE)) == {str(n) for n in range(COLOURS)}
+
+
+def test_no_two_shapes_are_alike() -> None:
+    assert len(set(SHAPES.values())) == len(SHAPES)

@@ -1,11 +1,21 @@
 """The loss against closed forms and a plain loop."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from forge.loss import LossSettings, grpo_loss, loss_metrics, token_logprobs
+from forge.config import Correction
+from forge.loss import LossSettings, loss_metrics, token_logprobs
+from forge.loss import grpo_loss as grpo_loss_of_episodes
+
+
+def grpo_loss(lp: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of tokens that are all of one completion, unless the test says otherwise."""
+    kwargs.setdefault("episode_N", torch.zeros(len(lp), dtype=torch.int64))
+    return grpo_loss_of_episodes(lp, *args, **kwargs)
+
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, kl=0.0)
 
@@ -109,3 +119,59 @@ def test_bfloat16_logits_are_reduced_in_float32() -> None:
     exact = torch.log_softmax(logits.double(), -1).gather(-1, torch.tensor([[1], [2], [3]])).squeeze(-1)
     assert lp.dtype is torch.float32
     assert torch.allclose(lp.double(), exact, atol=1e-5)
+
+
+RATIOS = [0.2, 0.9, 1.1, 3.0, 0.7, 2.5]
+EPISODES = [0, 0, 0, 1, 1, 2]
+
+
+def plain_weights(correction: Correction, *, low: float = 0.5, high: float = 2.0) -> list[float]:
+    """Each token's weight by the definitions, one token after the other."""
+    weights = []
+    for ratio, episode in zip(RATIOS, EPISODES, strict=True):
+        own = [r for r, e in zip(RATIOS, EPISODES, strict=True) if e == episode]
+        product = math.prod(own)
+        mean = product ** (1 / len(own))
+        weights.append(
+            {
+                Correction.tis: min(ratio, high),
+                Correction.sequence_tis: min(product, high),
+                Correction.icepop: ratio if low <= ratio <= high else 0.0,
+                Correction.sequence_mask: ratio if low <= mean <= high else 0.0,
+            }[correction]
+        )
+    return weights
+
+
+@pytest.mark.parametrize("correction", [c for c in Correction if c is not Correction.clip])
+def test_corrections_weigh_the_gradient_as_defined(correction: Correction) -> None:
+    lp = torch.tensor([-1.0, -0.5, -2.0, -1.5, -0.3, -0.9], requires_grad=True)
+    mu = lp.detach() - torch.tensor(RATIOS).log()
+    advantage = torch.tensor([1.0, -2.0, 0.5, 1.5, -1.0, 2.0])
+    settings = LossSettings(clip_low=0.2, clip_high=0.28, kl=0.0, correction=correction)
+    loss, sums = grpo_loss(
+        lp, mu, torch.zeros(6), advantage, settings=settings, denominator=6, episode_N=torch.tensor(EPISODES)
+    )
+    weights = plain_weights(correction)
+    expected = -sum(w * float(a) for w, a in zip(weights, advantage, strict=True)) / 6
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    loss.backward()
+    assert lp.grad is not None
+    for found, w, a in zip(lp.grad.tolist(), weights, advantage.tolist(), strict=True):
+        assert found == pytest.approx(-w * a / 6, rel=1e-5, abs=1e-7)
+    assert (
+        float(sums["outside_clip"]) == sum(abs(w - r) > 1e-6 for w, r in zip(weights, RATIOS, strict=True))
+        or correction is Correction.sequence_tis
+    )
+
+
+@pytest.mark.parametrize("correction", list(Correction))
+def test_on_policy_every_correction_is_the_plain_policy_gradient(correction: Correction) -> None:
+    lp = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    settings = LossSettings(clip_low=0.2, clip_high=0.28, kl=0.0, correction=correction)
+    loss, _ = grpo_loss(
+        lp, lp.detach(), torch.zeros(3), torch.tensor([1.0, -1.0, 2.0]), settings=settings, denominator=3
+    )
+    loss.backward()
+    assert lp.grad is not None
+    assert torch.allclose(lp.grad, torch.tensor([-1 / 3, 1 / 3, -2 / 3]))

@@ -21,21 +21,7 @@ def example_run(folder: Path, *, steps: int = 60, seed: int = 0) -> Path:
     rows = [_metrics(step, rng) for step in range(1, steps + 1)]
     _write_lines(folder / "metrics.jsonl", rows)
     _write_lines(folder / "rollouts.jsonl", [e for row in rows for e in _episodes(int(row["step"]), row, rng)])
-    _write_lines(
-        folder / "calibration.jsonl",
-        [
-            {
-                "step": step,
-                "accepted": step != 40,
-                "reason": "within bounds" if step != 40 else "zero point of layers.3 moved by 7.1 % of the range",
-                "kl": round(0.004 + 0.001 * rng.random(), 5),
-                "mean_abs_error": 0.0061,
-                "flagged": ["layers.3"],
-            }
-            for step in (20, 40, 60)
-            if step <= steps
-        ],
-    )
+    _write_lines(folder / "calibration.jsonl", [_calibrated(step, rng) for step in range(10, steps + 1, 10)])
     (folder / "samples.json").write_text(json.dumps(_samples(rng)))
     (folder / "config.yaml").write_text(
         "# forge 0.1.0, torch 2.13.0, vllm 0.29.0\nname: demo\nsteps: 60\nprompts_per_step: 8\ngroup_size: 8\n"
@@ -115,11 +101,70 @@ def _metrics(step: int, rng: random.Random) -> dict[str, Any]:
         "time/generate_seconds": wait + 1.4 + 0.4 * rng.random(),
         "time/step_seconds": wait + train + publish + pull + 0.2,
         "failures/total": 0,
+        "quant/scale_version": 1 + (step >= 20) + (step >= 60),
+        "quant/qat": int(step > 50),
+        "quant/changed_codes_share": 0.002 + 0.001 * rng.random(),
+        "quant/published_bytes": 92 * 2**20,
+        "quant/bf16_bytes": 257 * 2**20,
     }
     if step == 33:
         row["trainer/skipped_nonfinite"] = 1
         row["loss/policy"] = None
     return row
+
+
+ACTIONS = {10: "accept", 20: "measure", 30: "reject", 40: "rollback", 50: "qat", 60: "accept"}
+KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+
+
+def _calibrated(step: int, rng: random.Random) -> dict[str, Any]:
+    action = ACTIONS.get(step, "accept")
+    names = [f"model.layers.{n}.{kind}" for n in range(30) for kind in KINDS]
+    moved = "zero point moved 7.1 % of the range, more than calibration.max_zero_point_shift=5 %"
+    reasons = {
+        "reject": [f"layer {name}: {moved}" for name in names[:8]],
+        "rollback": ["greedy reward fell by 0.09, more than calibration.max_accuracy_drop=0.05"],
+        "qat": ["two calibrations in a row were not accepted, calibration.qat=auto"],
+    }
+    live = 0.02 + (0.03 if 20 < step < 50 else 0.0) + 0.004 * rng.random()
+    reward = 0.3 + 0.4 * step / 60
+    return {
+        "step": step,
+        "scale_version": 1 + (step >= 20) + (step >= 60),
+        "action": action,
+        "accepted": action == "accept",
+        "reasons": reasons.get(action, []),
+        "rows": 128,
+        "tokens": 9120 + step,
+        "rows_refused": 2 if action == "reject" else 0,
+        "resampled": action == "reject",
+        "seconds": 4.1 + rng.random(),
+        "policy": {
+            "kl": None if action == "qat" else live * (2.2 if action == "reject" else 0.8),
+            "logprob_gap": 0.09 + 0.02 * rng.random(),
+            "live_kl": live,
+            "live_logprob_gap": 0.12,
+            "greedy_reward": reward - (0.09 if action == "rollback" else 0.01),
+            "greedy_reward_unquantized": reward,
+            "accuracy_drop": 0.09 if action == "rollback" else 0.01,
+            "argmax_agreement": 0.93,
+        },
+        "layers": [
+            {
+                "layer": name,
+                "scale": 0.031,
+                "zero_point": 4,
+                "scale_shift": 0.01 + 0.01 * rng.random(),
+                "zero_point_shift": 0.071 if action == "reject" and n < 8 else 0.004 * rng.random(),
+                "range_over_std": 11 + 10 * rng.random(),
+                "saturated_share": 0.0,
+                "mean_abs_error": 0.003 + 0.002 * rng.random() + (0.004 if n == 17 else 0.0),
+                "changed_codes_share": 0.008 + 0.008 * rng.random(),
+            }
+            for n, name in enumerate(names)
+        ],
+    }
 
 
 def _episodes(step: int, row: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
@@ -247,6 +292,16 @@ def test_the_page_holds_every_part_of_a_full_run(tmp_path: Path) -> None:
         "Where the time of a step goes",
         "What was lost on the way?",
         "Calibration",
+        "2 ×: the proposed scales went live",
+        "Quantization",
+        "KL of the quantized policy",
+        "Greedy reward",
+        "Shift of the zero points",
+        "Shift of the scales",
+        "Changed codes",
+        "Layers with the largest error",
+        "Published weights",
+        "quantized, 36 % of bfloat16",
         "Before and after",
         "Configuration",
     ):
@@ -300,7 +355,10 @@ def test_damaged_files_do_not_stop_the_report(tmp_path: Path) -> None:
     folder = example_run(tmp_path / "x", steps=4)
     for name in ("metrics.jsonl", "rollouts.jsonl", "calibration.jsonl"):
         with (folder / name).open("ab") as file:
-            file.write(b'[1]\n{"step": "x"}\n{"step": 5, "reward/mean": null, "age/0": "y"}\n\xff{"step": 6, "rew')
+            file.write(b'[1]\n{"step": "x"}\n{"step": 5, "reward/mean": null, "age/0": "y"}\n')
+            file.write(b'{"step": "x", "policy": [1], "layers": {}, "reasons": 3, "action": {}}\n')
+            file.write(b'{"step": 1e999, "seconds": 1e400}\n{"step": ' + b"9" * 400 + b', "policy": {"kl": "x"}}\n')
+            file.write(b'\xff{"step": 6, "rew')
     (folder / "summary.json").write_text('{"status": 3, "steps": "many", "failures": [1], "max_age_bound": "x"}')
     (folder / "samples.json").write_text('[1, {"question": null, "reward_before": "a", "after": 5}]')
     checked(folder)
@@ -321,7 +379,9 @@ def test_text_of_the_run_cannot_become_markup(tmp_path: Path) -> None:
     sample = {"question": evil, "answer": evil, "before": evil, "after": evil, "reward_before": 0, "reward_after": 1}
     (folder / "samples.json").write_text(json.dumps([sample]))
     (folder / "summary.json").write_text(json.dumps({"status": evil, "error": evil, "failures": {evil: 2}}))
-    (folder / "calibration.jsonl").write_text(json.dumps({evil: evil, "accepted": False}) + "\n")
+    calibration = {evil: evil, "action": evil, "reasons": [evil, {evil: evil}], "step": evil, "rows": evil}
+    layer = {"layer": evil, "mean_abs_error": 0.1, "scale": evil}
+    _write_lines(folder / "calibration.jsonl", [calibration | {"policy": {evil: evil, "kl": evil}, "layers": [layer]}])
     rows = [{"step": step, f"reward/{evil}": 0.5, "reward/b": 0.5, f"group/dropped_{evil}": 1} for step in (1, 2)]
     _write_lines(folder / "metrics.jsonl", rows)
     _write_lines(folder / "rollouts.jsonl", [{"step": 1, "failure": evil, "dropped": evil, "text": evil}])

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_rollouts_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
     assert run.finishes == {"stop": 2, "length": 1}
     assert run.drops == {"equal_rewards": 1, "scoring_failed": 1}
     assert run.reasons == {"timed out": 1}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e301, -(10**400), True, None, "1", [1]])
+def test_what_cannot_be_drawn_is_no_number(value: object) -> None:
+    assert not is_finite(value)
+
+
+@pytest.mark.parametrize("value", [0, -3, 1e-320, 1e299, 10**20])
+def test_what_can_be_drawn_is(value: object) -> None:
+    assert is_finite(value)
+
+
+def test_a_step_that_no_number_can_hold_is_left_out(tmp_path: Path) -> None:
+    lines(tmp_path / "metrics.jsonl", [{"step": 10**400, "x": 1}, {"step": True, "x": 2}, {"step": 3, "x": 4}])
+    assert read_run(tmp_path).points("x") == [(3.0, 4.0)]
 
 
 def test_examples_come_from_the_first_and_the_last_step(tmp_path: Path) -> None:

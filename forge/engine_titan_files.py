@@ -1,0 +1,172 @@
+"""What a trainer writes to disk and reads back: model folders, and its part of a checkpoint.
+
+All ranks call these functions together; weights are gathered tensor by tensor, and rank 0 writes model folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.engine_titan import TitanTrainer
+from forge.errors import PartFailed
+from forge.hf_folder import write_folder
+from forge.quant.export import folder_contents
+from forge.quant.scheme import Format
+from forge.rounding import dithered
+from forge.types import ActivationScale
+
+
+def save_hf(trainer: TitanTrainer, target: Path) -> None:
+    """Write the weights as a Hugging Face folder, bit for bit what unquantized generators of this version serve."""
+    tensors = _whole(trainer)
+    if trainer.rank == 0:
+        served = ((name, dithered(t, dtype=trainer.served)) for name, t in tensors)
+        write_folder(served, source=trainer.folder, target=target)
+    _drain(trainer, tensors)
+
+
+def save_quantized(
+    trainer: TitanTrainer, target: Path, format: Format, scales: Mapping[str, ActivationScale]
+) -> list[dict[str, Any]]:
+    """Write the quantized weights as a Hugging Face folder: the codes that generators of this version serve.
+
+    Args:
+        scales: activation scales of a static scheme, by module name.
+
+    Returns:
+        what quantizing cost each layer (rank 0; empty elsewhere), for `write_layer_report`.
+
+    Raises:
+        ModelFolderError: a weight or scale is not finite.
+    """
+    assert trainer.quantization is not None
+    tensors = _whole(trainer)
+    rows: list[dict[str, Any]] = []
+    if trainer.rank == 0:
+        computed = getattr(torch, trainer.config.trainer.dtype.value)
+        contents = folder_contents(
+            ((n, t.to(computed)) for n, t in tensors),
+            trainer.quantization,
+            trainer.plan,
+            format,
+            scales=scales,
+            served=trainer.served,
+        )
+        write_folder(
+            contents.tensors,
+            source=trainer.folder,
+            target=target,
+            config=contents.config,
+            metadata=contents.metadata,
+        )
+        rows = contents.layers + [
+            {"layer": n, "shape": list(s), "scheme": None, "weight_mean_abs_error": 0.0, "weight_relative_error": 0.0,
+             "output_relative_error": None, "range_over_std": None, "saturated_share": None}
+            for n, s in trainer.plan.left.items()
+        ]  # fmt: skip
+    _drain(trainer, tensors)
+    return rows
+
+
+def save_tensors(tensors: Iterable[tuple[str, Tensor]], *, source: Path, target: Path) -> None:
+    """Write given tensors as a model folder."""
+    write_folder(tensors, source=source, target=target)
+
+
+@torch.no_grad()
+def _whole(trainer: TitanTrainer) -> Iterator[tuple[str, Tensor]]:
+    """Every weight whole, by Hugging Face name. Each is gathered by all ranks, so all must draw all of them."""
+    trainer.reshard()
+    for name, parameter in trainer.published_parameters():
+        yield trainer.hf_name(name), parameter.full_tensor()
+
+
+def _drain(trainer: TitanTrainer, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in tensors:  # take part in the gathering of what this rank does not write
+        pass
+    dist.barrier()
+
+
+@torch.no_grad()
+def save_state(trainer: TitanTrainer, folder: Path) -> None:
+    """Write this rank's master weights, moments and step as one safetensors file and fsync it."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _rank_file(trainer.rank, trainer.world_size)
+    metadata = {
+        "version": str(trainer.version),
+        "schedule": json.dumps(trainer.schedule.state_dict()),
+        "qat": json.dumps([trainer.qat_until, trainer.lr_scale]),
+    }
+    save_file({k: v.contiguous() for k, v in _state(trainer).items()}, path, metadata=metadata)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@torch.no_grad()
+def load_state(trainer: TitanTrainer, folder: Path) -> None:
+    """Restore what `save_state` wrote, also on another number of ranks.
+
+    Raises:
+        PartFailed: a file of the checkpoint is missing or holds other tensors than this model.
+    """
+    from safetensors import safe_open
+    from torch.distributed.tensor import distribute_tensor
+
+    files = sorted(folder.glob("trainer-*-of-*.safetensors"))
+    if not files or len(files) != int(files[0].stem.split("-")[-1]):
+        raise PartFailed("trainer", f"checkpoint {folder} is incomplete: found {[f.name for f in files]}")
+    opened = [safe_open(f, framework="pt") for f in files]
+    metadata = opened[0].metadata()
+    trainer.optimizer.state_dict()  # materializes moments, which are created at the first step otherwise
+    parameters = dict(trainer.published_parameters())
+    state = _state(trainer)
+    if set(state) != set(opened[0].keys()):
+        raise PartFailed("trainer", f"checkpoint {folder} holds other tensors than the model: "
+                         f"{sorted(set(state) ^ set(opened[0].keys()))[:5]}")  # fmt: skip
+    for key, local in state.items():
+        kind, _, name = key.partition(":")
+        if kind == "step":
+            local.copy_(opened[0].get_tensor(key))
+            continue
+        if len(files) == trainer.world_size:
+            local.copy_(opened[trainer.rank].get_tensor(key))
+            continue
+        full = torch.cat([f.get_tensor(key) for f in opened])  # FSDP shards the first dimension
+        parameter = parameters[name]
+        local.copy_(distribute_tensor(full.to(trainer.device), parameter.device_mesh, parameter.placements).to_local())
+    trainer.version = int(metadata["version"])
+    trainer.qat_until, trainer.lr_scale = json.loads(metadata.get("qat", "[0, 1.0]"))
+    trainer.schedule.load_state_dict(json.loads(metadata["schedule"]))
+    for optimizer, scheduler in zip(trainer.optimizer, trainer.schedule, strict=True):
+        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+
+def _state(trainer: TitanTrainer) -> dict[str, Tensor]:
+    """Local tensors of weights, both moments and the step count, by "kind:name"."""
+    trainer.optimizer.state_dict()
+    (adamw,) = trainer.optimizer
+    state: dict[str, Tensor] = {}
+    for name, parameter in trainer.published_parameters():
+        state[f"weight:{name}"] = parameter.to_local()
+        moments = adamw.state[parameter]
+        state[f"exp_avg:{name}"] = moments["exp_avg"].to_local()
+        state[f"exp_avg_sq:{name}"] = moments["exp_avg_sq"].to_local()
+        step = moments["step"]
+        state[f"step:{name}"] = step.to_local() if hasattr(step, "to_local") else step
+    return state
+
+
+def _rank_file(rank: int, world_size: int) -> str:
+    return f"trainer-{rank:05d}-of-{world_size:05d}.safetensors"

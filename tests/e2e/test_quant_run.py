@@ -1,0 +1,200 @@
+"""Quantized runs of the whole command on the tiny model: calibration, rollback, QAT, export and its proof."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SMALL = (
+    "model=tiny",
+    "prompts_per_step=2",
+    "group_size=4",
+    "trainer.micro_batch=4",
+    "trainer.lr=1e-3",
+    "trainer.ranks=1",
+    "sampling.max_new_tokens=16",
+    "data.heldout=8",
+    "data.rows=40",
+    "calibration.prompts=8",
+    "calibration.samples=16",
+    "tracker.tensorboard=false",
+    "out=runs",
+    "name=q",
+)
+
+REWARDS = """
+from pathlib import Path
+
+from forge import Episode, Reward
+
+FIRST: dict[str, str] = {}
+
+
+class Even(Reward):
+    def __call__(self, episode: Episode) -> float:
+        ids = episode.completion.token_ids
+        return sum(t % 2 == 0 for t in ids) / max(1, len(ids))
+
+
+class FirstTextWins(Reward):
+    '''Once the file "strict" is there, only the first completion of a question is right. Calibration scores the
+    unquantized policy's before the quantized one's, so every token that quantizing changes is a loss.'''
+
+    def __call__(self, episode: Episode) -> float:
+        if not Path("strict").exists():
+            return 0.5
+        return float(FIRST.setdefault(episode.question, episode.text) == episode.text)
+"""
+
+
+@pytest.fixture(autouse=True)
+def reward_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quant_rewards.py").write_text(REWARDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_static_int8_is_calibrated_exported_and_proven(forge: Callable[..., Any], tmp_path: Path) -> None:
+    done = forge(
+        "grpo", *SMALL, "steps=4", "quant.scheme=int8_static", "calibration.every=2", "reward.name=quant_rewards:Even",
+        "checkpoint.every=4", "trainer.ranks=2",
+    )  # fmt: skip
+    assert done.status == 0, done.out
+    run = tmp_path / "runs/grpo/q"
+    calibrations = lines(run / "calibration.jsonl")
+    assert [c["source"] for c in calibrations] == [
+        "prompts before training",
+        "rollouts before training",
+        "rollouts of the last steps",
+    ]
+    accepted = [c["scale_version"] for c in calibrations if c["accepted"]]
+    assert accepted == list(range(1, len(accepted) + 1))
+    assert len(calibrations[-1]["layers"]) == 28
+    metrics = lines(run / "metrics.jsonl")
+    assert metrics[-1]["quant/scale_version"] == calibrations[-1]["scale_version"]
+    assert 0 < metrics[-1]["quant/changed_codes_share"] < 1
+    assert metrics[-1]["quant/layers_bytes_share"] < 0.52
+    parity = json.loads((run / "export/parity.json").read_text())
+    assert parity["ok"]
+    # the same codes in the same kernels of another process
+    assert parity["exported_vs_served"]["max"] < 1e-4
+    assert parity["exported_vs_served"]["mean"] < parity["exported_vs_unquantized"]["mean"]
+    assert (run / "export/layers.png").stat().st_size > 1000
+
+    verified = forge("verify", "runs/grpo/q/export")
+    assert verified.status == 0, verified.out
+    weights = run / "export/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    damaged = forge("verify", "runs/grpo/q/export")
+    assert damaged.status == 2
+    assert "model.safetensors is damaged" in damaged.out
+
+    refused = forge("grpo", *SMALL, "model.path=runs/grpo/q/export", "name=again")
+    assert refused.status == 2
+    assert "already quantized" in refused.out
+
+    again = forge(
+        "grpo", *SMALL, "steps=5", "quant.scheme=int8_static", "resume=auto", "reward.name=quant_rewards:Even",
+        "checkpoint.export=false",
+    )  # fmt: skip
+    assert again.status == 0, again.out
+    assert lines(run / "metrics.jsonl")[-1]["quant/scale_version"] == metrics[-1]["quant/scale_version"]
+
+    converted = forge("quantize", "--run", "runs/grpo/q", "--target", "converted")
+    assert converted.status == 0, converted.out
+    assert "quantized 28 of 28 linears" in converted.out
+
+
+DROP = """
+import asyncio
+from pathlib import Path
+
+from forge import launch, load_config
+
+
+async def main() -> None:
+    config = load_config("grpo", {overrides!r})
+    async with launch(config) as run:
+        async for step in run.train():
+            if step.step == 2:
+                Path("strict").touch()
+        decision = await run.calibrate()
+        print("ASKED", decision.action.value)
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_forced_accuracy_drop_rolls_back_and_switches_to_qat(tmp_path: Path) -> None:
+    overrides = [
+        *SMALL, "steps=8", "quant.scheme=int8_static", "quant.smooth=0", "calibration.every=1",
+        "reward.name=quant_rewards:FirstTextWins", "rollback.patience=2", "rollback.qat_fraction=0.2",
+        "sampling.max_new_tokens=32",
+    ]  # fmt: skip
+    (tmp_path / "drop.py").write_text(DROP.format(overrides=overrides))
+    done = subprocess.run(
+        [sys.executable, "drop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ASKED" in done.stdout
+    run = tmp_path / "runs/grpo/q"
+    calibrations = {
+        c["step"]: c for c in lines(run / "calibration.jsonl") if c["source"] == "rollouts of the last steps"
+    }
+    assert calibrations[1]["accepted"]
+    assert calibrations[2]["accepted"]
+    assert calibrations[3]["action"] == "rollback"
+    assert calibrations[3]["scale_version"] == calibrations[2]["scale_version"] - 1
+    assert calibrations[3]["policy"]["accuracy_drop"] > 0.02
+    assert calibrations[4]["action"] == "qat"
+    assert calibrations[4]["qat_steps"] == 2
+    metrics = {m["step"]: m for m in lines(run / "metrics.jsonl")}
+    assert [metrics[s]["quant/qat"] for s in (4, 5, 6, 7)] == [0, 1, 1, 0]
+    assert metrics[5]["trainer/lr"] == pytest.approx(0.1 * metrics[4]["trainer/lr"])
+    assert metrics[3]["calibration/rolled_back"] == 1
+    assert metrics[4]["calibration/qat_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("model=tiny", "scheme=int4_weight", "group_size=256"), "valid sizes for this model are 32, 64, 128"),
+        (("model=tiny", "scheme=int5"), "quant.scheme must be one of"),
+        (("model=tiny",), "scheme must be set"),
+        (("--run", "nowhere"), "config file nowhere/config.yaml"),
+        (("model=tiny", "scheme=int8_static", "calibration.min_rows=9", "samples=8"), "min_rows=9 is more than"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused_at_once(
+    forge: Callable[..., Any], arguments: tuple[str, ...], says: str
+) -> None:
+    done = forge("quantize", *arguments)
+    assert done.status == 2, done.out
+    assert says in done.out
+
+
+def test_pt2e_and_torchao_exports_from_the_command(forge: Callable[..., Any], tmp_path: Path) -> None:
+    done = forge("quantize", "model=tiny", "scheme=8da4w", "data.rows=40", "--target", "ao")
+    assert done.status == 0, done.out
+    config = json.loads((tmp_path / "ao/config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "torchao"
+    parity = json.loads((tmp_path / "ao/parity.json").read_text())
+    assert parity["exported_vs_served"]["mean"] < parity["exported_vs_unquantized"]["mean"] / 3
+    done = forge("quantize", "model=tiny", "scheme=x86_static", "data.rows=40", "samples=8", "--target", "x86")
+    assert done.status == 0, done.out
+    assert "quantized 28 of 29 linears" in done.out
+    assert (tmp_path / "x86.pt2").stat().st_size > 10_000
