@@ -51,6 +51,7 @@ _NAMES = {
 
 def hf_name(titan_name: str) -> str:
     """Hugging Face name of a titan parameter."""
+    titan_name = titan_name.replace("._checkpoint_wrapped_module", "")  # activation checkpointing wraps each block
     layer = re.search(r"layers\.(\d+)\.", titan_name)
     key = re.sub(r"layers\.\d+\.", "layers.{}.", titan_name)
     stem, _, leaf = key.rpartition(".")

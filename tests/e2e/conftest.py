@@ -89,6 +89,7 @@ def forge(tmp_path: Path) -> Callable[..., Command]:
                 start = time.monotonic()
                 process.send_signal(send)
                 signal_at = None
+        process.stdout.close()
         status = process.wait()
         seconds = time.monotonic() - start
         left = psutil.wait_procs(family, timeout=3)[1]
