@@ -35,7 +35,7 @@ from pathlib import Path
 
 from forge import Episode, Reward
 
-FIRST: dict[str, str] = {}
+CALLS: dict[str, int] = {}
 
 
 class Even(Reward):
@@ -44,14 +44,15 @@ class Even(Reward):
         return sum(t % 2 == 0 for t in ids) / max(1, len(ids))
 
 
-class FirstTextWins(Reward):
-    '''Once the file "strict" is there, only the first completion of a question is right. Calibration scores the
-    unquantized policy's before the quantized one's, so every token that quantizing changes is a loss.'''
+class QuantizedLoses(Reward):
+    '''Once the file "strict" is there, of three scorings of a question only the first is right. Calibration scores the
+    unquantized policy, then the quantized one with proposed scales, then with the live ones.'''
 
     def __call__(self, episode: Episode) -> float:
         if not Path("strict").exists():
             return 0.5
-        return float(FIRST.setdefault(episode.question, episode.text) == episode.text)
+        CALLS[episode.question] = CALLS.get(episode.question, 0) + 1
+        return float(CALLS[episode.question] % 3 == 1)
 """
 
 
@@ -142,8 +143,8 @@ asyncio.run(main())
 def test_a_forced_accuracy_drop_rolls_back_and_switches_to_qat(tmp_path: Path) -> None:
     overrides = [
         *SMALL, "steps=8", "quant.scheme=int8_static", "quant.smooth=0", "calibration.every=1",
-        "reward.name=quant_rewards:FirstTextWins", "rollback.patience=2", "rollback.qat_fraction=0.2",
-        "sampling.max_new_tokens=32",
+        "reward.name=quant_rewards:QuantizedLoses", "rollback.patience=2", "rollback.qat_fraction=0.2",
+        "sampling.max_new_tokens=8",
     ]  # fmt: skip
     (tmp_path / "drop.py").write_text(DROP.format(overrides=overrides))
     done = subprocess.run(
@@ -163,7 +164,7 @@ def test_a_forced_accuracy_drop_rolls_back_and_switches_to_qat(tmp_path: Path) -
     assert calibrations[4]["action"] == "qat"
     assert calibrations[4]["qat_steps"] == 2
     metrics = {m["step"]: m for m in lines(run / "metrics.jsonl")}
-    assert [metrics[s]["quant/qat"] for s in (4, 5, 6, 7)] == [0, 1, 1, 0]
+    assert [metrics[s]["quant/qat"] for s in (4, 5, 6)] == [0, 1, 1]
     assert metrics[5]["trainer/lr"] == pytest.approx(0.1 * metrics[4]["trainer/lr"])
     assert metrics[3]["calibration/rolled_back"] == 1
     assert metrics[4]["calibration/qat_steps"] == 2
@@ -172,7 +173,7 @@ def test_a_forced_accuracy_drop_rolls_back_and_switches_to_qat(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("model=tiny", "scheme=int4_weight", "group_size=256"), "valid sizes for this model are 32, 64, 128"),
+        (("model=tiny", "scheme=int4_weight", "layers=q_proj"), "engines fuse k_proj, q_proj, v_proj"),
         (("model=tiny", "scheme=int5"), "quant.scheme must be one of"),
         (("model=tiny",), "scheme must be set"),
         (("--run", "nowhere"), "config file nowhere/config.yaml"),
