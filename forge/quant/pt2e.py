@@ -4,6 +4,9 @@
 
 It succeeds the eager fbgemm / qnnpack flow and TorchScript. The file computes logits of a whole sequence, token ids
 int64 [1, L] to float32 [1, L, V], for any L of 2 to `max_len`.
+
+A fresh process imports `torch.ao.quantization.fx._decomposed`, which registers the file's operators, before it calls
+`torch.export.load`.
 """
 
 from __future__ import annotations
