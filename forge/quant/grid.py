@@ -2,10 +2,12 @@
 
 Each rule here was read off a kernel and is pinned against it in tests/e2e/test_quant_kernels.py:
 - compressed-tensors W8A8 (vLLM, oneDNN): codes are round(x * (1 / scale)), half to even; with a zero point it is added
-  before rounding; scale = max|x| / 127.
+  before rounding, in one multiply-add; scale = max|x| / 127.
 - compressed-tensors W4A16: scale = max|w| / 7.5 of a group, rounded once to the served dtype; code * scale is rounded
   to that dtype, too.
-- torchao: its own primitives, called here.
+- torchao's int8 weights: codes enter the product as they are, and the result is multiplied by the scale in the served
+  dtype: so the scale is rounded to that dtype once, and code * scale is not.
+- torchao's activations: its own primitives, called here.
 A zero row or group has scale 0 and codes 0: no floor is put under the scale.
 """
 
@@ -38,7 +40,8 @@ def scale_of_range(low: float, high: float) -> ActivationScale:
     """
     low, high = min(low, 0.0), max(high, 0.0)
     exact = (high - low) / 255
-    if not (math.isfinite(exact) and exact > torch.finfo(torch.float32).tiny):
+    limits = torch.finfo(torch.float32)  # the engine computes the range itself, and 1 / scale
+    if not (high - low <= limits.max and exact > limits.tiny):
         raise ValueError(f"a scale needs a finite range above 0, got [{low}, {high}]")
     mantissa, exponent = math.frexp(exact)
     scale = math.ldexp(math.ceil(mantissa * 2**16), exponent - 16)
@@ -51,23 +54,22 @@ def weight_scale(weight: Tensor, quantization: Quantization, *, served: torch.dt
 
     Args:
         weight: float [outputs, inputs]; rows may be a shard, because no rule crosses rows.
-        served: dtype the engine computes in; grouped scales are rounded to it once.
+        served: dtype the engine computes in; scales of groups and of weight-only schemes are rounded to it once.
     """
     scheme = quantization.scheme
     rows = weight.detach().float()
     if scheme.grouped:
         largest = rows.reshape(rows.shape[0], -1, quantization.group_size).abs().amax(-1)
         return (largest / 7.5).to(served).float()
-    largest = rows.abs().amax(-1, keepdim=True)
-    return largest / (FP8_MAX if scheme.floating else 127.0)
+    scale = rows.abs().amax(-1, keepdim=True) / (FP8_MAX if scheme.floating else 127.0)
+    return scale.to(served).float() if scheme.activation is Activation.none else scale
 
 
 def weight_codes(weight: Tensor, scale: Tensor, quantization: Quantization) -> Tensor:
     """Codes of a weight, [outputs, inputs]: int8 (int4 codes lie in [-8, 7]) or float8_e4m3fn."""
     scheme = quantization.scheme
     wide = _spread(scale, weight.shape[1])
-    inverse = torch.where(wide > 0, 1.0 / wide, torch.zeros_like(wide))
-    scaled = weight.detach().float() * inverse
+    scaled = weight.detach().float() * _inverse(wide)
     if scheme.floating:
         return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     low, high = (INT4_LOW, INT4_HIGH) if scheme.bits == 4 else (INT8_LOW, INT8_HIGH)
@@ -77,8 +79,7 @@ def weight_codes(weight: Tensor, scale: Tensor, quantization: Quantization) -> T
 def dequantize(codes: Tensor, scale: Tensor, quantization: Quantization, *, served: torch.dtype) -> Tensor:
     """float32 [outputs, inputs]: the weight that the serving kernel multiplies with."""
     weight = codes.float() * _spread(scale, codes.shape[1])
-    weight_only = quantization.scheme.grouped or quantization.scheme.activation is Activation.none
-    return weight.to(served).float() if weight_only else weight
+    return weight.to(served).float() if quantization.scheme.grouped else weight
 
 
 def fake_quant_weight(weight: Tensor, quantization: Quantization, *, served: torch.dtype) -> Tensor:
@@ -117,23 +118,27 @@ def fake_quant_activation(
 
 def _static(x: Tensor, grid: ActivationScale) -> Tensor:
     inverse = 1.0 / torch.tensor(grid.scale, dtype=torch.float32, device=x.device)
-    if x.dtype is torch.float32:  # the kernel rounds product and sum once (FMA); the product is exact in float64
-        shifted = (x.double() * inverse.double() + grid.zero_point).float()
-    else:
-        shifted = x.float() * inverse + grid.zero_point
+    # the kernel rounds product and sum once (FMA); in float64 the product is exact, so this does, too
+    shifted = (x.double() * inverse.double() + grid.zero_point).float()
     codes = shifted.round().clamp(INT8_LOW, INT8_HIGH)
     return (codes - grid.zero_point) * grid.scale
 
 
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 for scales that have none: a row of zeros, or of values too small for float32 to divide by."""
+    inverse = 1.0 / scale
+    return torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(scale))
+
+
 def _token(x: Tensor) -> Tensor:
     scale = x.abs().amax(-1, keepdim=True) / 127.0
-    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+    inverse = _inverse(scale)
     return (x * inverse).round().clamp(INT8_LOW, INT8_HIGH) * scale
 
 
 def _token_float8(x: Tensor) -> Tensor:
     scale = x.abs().amax(-1, keepdim=True) / FP8_MAX
-    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+    inverse = _inverse(scale)
     return (x * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
 
 

@@ -88,6 +88,9 @@ def export_pt2(
     _check(rows, arch=arch, max_len=max_len)
     start = time.perf_counter()
     model = _load(folder)
+    vocabulary = _vocabulary(model)
+    if strange := [i for i, r in enumerate(rows) if not 0 <= min(r) <= max(r) < vocabulary]:
+        raise DataError(f"row {strange[0]} holds token ids outside the model's vocabulary of {vocabulary}")
     names = [n for n, m in model.model.named_modules() if isinstance(m, nn.Linear)]
     chosen = [n for n in names if not re.search(skip, n)]
     if not chosen:
@@ -97,11 +100,12 @@ def export_pt2(
         expected = [model(torch.tensor([r])) for r in rows]
         try:
             converted = _convert(model, rows, arch, chosen, max_len, on_progress)
-        except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        except RuntimeError as error:  # what torch.export raises for a graph it cannot capture
             raise PartFailed("pt2e", f"the model cannot be captured or converted: {str(error)[:400]}") from error
-        found = [converted.module()(torch.tensor([r])) for r in rows]
         partial = target.with_name(f"partial-{target.name}")
         torch.export.save(converted, partial)
+        restored = torch.export.load(partial).module()  # what is compared is what was written
+        found = [restored(torch.tensor([r])) for r in rows]
     os.replace(partial, target)
     kl = gap = agree = 0.0
     count = 0
@@ -147,6 +151,12 @@ def _load(folder: Path) -> _Logits:
         if not torch.isfinite(parameter).all():
             raise ModelFolderError(f"{folder}: {name} holds values that are not finite: nothing is exported")
     return _Logits(model)
+
+
+def _vocabulary(model: _Logits) -> int:
+    inner: Any = model.model
+    size: int = inner.get_input_embeddings().num_embeddings
+    return size
 
 
 def _convert(

@@ -19,7 +19,6 @@ def base_config(quantization: Quantization) -> Any:
         KeyError: torchao has no such scheme.
     """
     from torchao.quantization import (
-        Int8DynamicActivationInt8WeightConfig,
         Int8DynamicActivationIntxWeightConfig,
         Int8WeightOnlyConfig,
         IntxWeightOnlyConfig,
@@ -28,7 +27,6 @@ def base_config(quantization: Quantization) -> Any:
 
     group = PerGroup(quantization.group_size)
     builders = {
-        "int8_dynamic": lambda: Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
         "int8_weight": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
         "int4_weight": lambda: IntxWeightOnlyConfig(weight_dtype=INT4, granularity=group),
         "8da4w": lambda: Int8DynamicActivationIntxWeightConfig(weight_dtype=INT4, weight_granularity=group),
@@ -52,13 +50,11 @@ def quantized_tensor(codes: Tensor, scale: Tensor, quantization: Quantization, *
         scale: [outputs, 1] or [outputs, groups].
         served: dtype that the layer computes in.
     """
-    from torchao.quantization import IntxUnpackedToInt8Tensor, PerRow
-    from torchao.quantization.quant_primitives import MappingType
-    from torchao.quantization.quantize_.workflows import Int8Tensor, QuantizeTensorToInt8Kwargs
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+    from torchao.quantization.quantize_.workflows import Int8Tensor
 
-    name = quantization.scheme.name
     if quantization.scheme.bits == 4:
-        activation = "int8_asym_per_token" if name == "8da4w" else None
+        activation = "int8_asym_per_token" if quantization.scheme.name == "8da4w" else None
         return IntxUnpackedToInt8Tensor(
             codes,
             scale.to(served),
@@ -68,9 +64,4 @@ def quantized_tensor(codes: Tensor, scale: Tensor, quantization: Quantization, *
             served,
             activation,  # plain text: torchao's reader of safetensors does not know its own enum
         )
-    kwargs = (
-        QuantizeTensorToInt8Kwargs(granularity=PerRow(), mapping_type=MappingType.SYMMETRIC)
-        if name == "int8_dynamic"
-        else None
-    )
-    return Int8Tensor(codes, scale, block_size=[1, codes.shape[1]], dtype=served, act_quant_kwargs=kwargs)
+    return Int8Tensor(codes, scale, block_size=[1, codes.shape[1]], dtype=served)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.config import Dtype, GrpoConfig, flatten, load_config, to_yaml
+from forge.config import QUANT_SCHEMES, Dtype, GrpoConfig, flatten, load_config, to_yaml
 from forge.errors import ConfigError
 
 
@@ -55,6 +55,48 @@ def test_defaults_compose_and_check() -> None:
         ("name=???", "??? has no meaning here"),
         ("seed=-1", "seed must be a whole number from 0 to 4294967295, got -1"),
         ("generator.tensor_parallel=2", "needs GPUs, but placement is cpu"),
+        (
+            "algo.correction=ppo",
+            "algo.correction must be one of clip, tis, sequence_tis, icepop, sequence_mask, got 'ppo'",
+        ),
+        (
+            "algo.correction_low=0",
+            "algo.correction_low must be in (0, 1) and algo.correction_high above 1, got 0.0 and 2.0",
+        ),
+        ("algo.correction_low=1", "must be in (0, 1) and algo.correction_high above 1, got 1.0 and 2.0"),
+        ("algo.correction_high=1", "must be in (0, 1) and algo.correction_high above 1, got 0.5 and 1.0"),
+        ("algo.correction_high=inf", "algo.correction_high must be a finite number, got inf"),
+        ("quant.scheme=int3", "fp8_dynamic; got 'int3'"),
+        ("quant.scheme=x86_static", "quant.scheme must be one of none, int8_dynamic, int8_static, int4_weight, 8da4w"),
+        ("quant.scheme=fp8_dynamic", "needs GPUs, but placement is cpu: int8_dynamic is its counterpart there"),
+        ("quant.group_size=48", "quant.group_size must be 32, 64, 128 or 256, got 48"),
+        ("quant.group_size=0", "quant.group_size must be 32, 64, 128 or 256, got 0"),
+        ("quant.layers='mlp['", "quant.layers must be a regular expression, got 'mlp['"),
+        ("quant.skip='*'", "quant.skip must be a regular expression, got '*': nothing to repeat"),
+        ("quant.qat.enabled=true", "quant.qat.enabled=true needs a quant.scheme to train for, got none"),
+        ("quant.qat.start_step=-1", "quant.qat.start_step must be 0 or more, got -1"),
+        ("quant.bits=4", "no key 'quant.bits'"),
+        ("calibration.every=-1", "calibration.every must be 0 (only at the start) or more steps, got -1"),
+        ("calibration.samples=0", "calibration.samples must be at least 1, got 0"),
+        ("calibration.batch_size=0", "calibration.batch_size must be at least 1, got 0"),
+        ("calibration.iterations=-3", "calibration.iterations must be at least 1, got -3"),
+        ("calibration.prompts=0", "calibration.prompts must be at least 1, got 0"),
+        ("calibration.min_tokens=0", "calibration.min_tokens must be at least 1, got 0"),
+        ("calibration.min_rows=0", "calibration.min_rows must be at least 1, got 0"),
+        ("calibration.min_rows=300", "calibration.min_rows=300 is more than calibration.samples=256"),
+        ("calibration.max_zero_point_shift=0", "calibration.max_zero_point_shift must be above 0, got 0"),
+        ("calibration.outlier_std=-1", "calibration.outlier_std must be above 0, got -1"),
+        ("calibration.max_outlier_growth=0", "calibration.max_outlier_growth must be above 0, got 0"),
+        ("calibration.max_mean_error=0", "calibration.max_mean_error must be above 0, got 0"),
+        ("calibration.max_kl=nan", "calibration.max_kl must be a finite number, got nan"),
+        ("calibration.max_kl=0", "calibration.max_kl must be above 0, got 0"),
+        ("rollback.max_accuracy_drop=1.5", "rollback.max_accuracy_drop is a share between 0 and 1, got 1.5"),
+        ("rollback.max_accuracy_drop=-0.1", "rollback.max_accuracy_drop is a share between 0 and 1, got -0.1"),
+        ("rollback.patience=0", "rollback.patience must be at least 1 rejection, got 0"),
+        ("rollback.qat_fraction=0", "rollback.qat_fraction is a share in (0, 1], got 0"),
+        ("rollback.qat_fraction=2", "rollback.qat_fraction is a share in (0, 1], got 2"),
+        ("rollback.qat_lr_scale=0", "rollback.qat_lr_scale must be in (0, 1], got 0"),
+        ("rollback.qat_lr_scale=1.1", "rollback.qat_lr_scale must be in (0, 1], got 1.1"),
     ],
 )
 def test_a_refusal_states_rule_value_and_way_out(override: str, says: str | None) -> None:
@@ -62,6 +104,29 @@ def test_a_refusal_states_rule_value_and_way_out(override: str, says: str | None
         assert load_config("grpo", [override]).model.path == "/no/such"
     else:
         assert says in refused(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"algo.correction={c}" for c in ("clip", "tis", "sequence_tis", "icepop", "sequence_mask")),
+        *(f"quant.group_size={n}" for n in (32, 64, 128, 256)),
+        *(f"quant.scheme={s}" for s in QUANT_SCHEMES if s != "fp8_dynamic"),
+        "quant.skip=''",
+        "calibration.every=0",
+        "calibration.min_rows=256",
+        "rollback.max_accuracy_drop=0",
+        "rollback.qat_fraction=1",
+        "rollback.qat_lr_scale=1",
+    ],
+)
+def test_values_at_the_bounds_are_taken(override: str) -> None:
+    load_config("grpo", [override])
+
+
+def test_training_on_the_grid_needs_a_scheme() -> None:
+    config = load_config("grpo", ["quant.scheme=int4_weight", "quant.qat.enabled=true", "quant.qat.start_step=5"])
+    assert (config.quant.scheme, config.quant.qat.enabled, config.quant.qat.start_step) == ("int4_weight", True, 5)
 
 
 def test_all_problems_are_listed_at_once() -> None:

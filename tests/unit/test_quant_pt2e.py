@@ -54,6 +54,12 @@ def test_bad_input_is_refused_before_anything_loads(
         export_pt2(tmp_path / "no such folder", rows, arch=arch, target=tmp_path / "x.pt2", max_len=64)
 
 
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="vocabulary of 512"):
+        export_pt2(fetch("tiny"), [(1, 2), (3, 512)], arch="x86", target=tmp_path / "x.pt2", max_len=64)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_weight_that_is_not_a_number_is_named(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(fetch("tiny"), dtype=torch.float32)
     with torch.no_grad():
