@@ -180,7 +180,7 @@ def test_int8_weights_served_in_bfloat16_differ_by_the_engines_two_roundings(mod
 
 
 def test_int8_activations_of_torchao_are_another_function(model: Small) -> None:
-    """Why int8_dynamic is not written as torchao: there a token's scale is max / 127.5 and code 128 is cut to 127, while
+    """Why int8_dynamic is not written as torchao: there a token's scale is max / 127.5 and code 128 is cut to 127;
     the engines' int8 kernels, and so the grid, take max / 127."""
     from torchao.quantization import PerRow
     from torchao.quantization.quantize_.workflows import Int8Tensor, QuantizeTensorToInt8Kwargs
