@@ -124,6 +124,7 @@ async def quant(config: GrpoConfig) -> list[Claim]:
 
         plain = await start("none")
         for scheme, label in QUANTIZED.items():
+            sys.stderr.write(f"{label} against bf16: {RUNS} runs of each, taking turns\n")
             part = await start(scheme)
             ours, theirs = await alternate(partial(speed, part), partial(speed, plain), runs=RUNS)
             text = f"quant: {label} rollouts over bf16 rollouts, {config.model.name}, {len(requests)} requests"

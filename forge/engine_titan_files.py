@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.engine_titan import TitanTrainer
-from forge.errors import PartFailed
+from forge.errors import ModelFolderError, PartFailed
 from forge.hf_folder import write_folder
-from forge.quant.export import folder_contents
+from forge.quant.export import check_exportable, folder_contents
 from forge.quant.scheme import Format
 from forge.rounding import dithered
 from forge.types import ActivationScale
@@ -45,9 +45,13 @@ def save_quantized(
         what quantizing cost each layer (rank 0; empty elsewhere), for `write_layer_report`.
 
     Raises:
-        ModelFolderError: a weight or scale is not finite.
+        ConfigError: the scheme has no such format.
+        ModelFolderError: a weight is not finite, or a layer has no activation scale; they are named.
     """
     assert trainer.quantization is not None
+    # every rank must come to the same refusal: one that raises alone leaves the others waiting in a collective
+    check_exportable(trainer.quantization, trainer.plan, format, scales)
+    _check_finite(trainer)
     tensors = _whole(trainer)
     rows: list[dict[str, Any]] = []
     if trainer.rank == 0:
@@ -79,6 +83,19 @@ def save_quantized(
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], *, source: Path, target: Path) -> None:
     """Write given tensors as a model folder."""
     write_folder(tensors, source=source, target=target)
+
+
+@torch.no_grad()
+def _check_finite(trainer: TitanTrainer) -> None:
+    trainer.reshard()
+    named = list(trainer.published_parameters())
+    bad = torch.tensor([0 if torch.isfinite(p.to_local()).all() else 1 for _, p in named], device=trainer.device)
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    names = [trainer.hf_name(name) for (name, _), b in zip(named, bad.tolist(), strict=True) if b]
+    if names:
+        raise ModelFolderError(
+            f"{', '.join(names[:5])} ({len(names)} tensors) hold values that are not finite: nothing is exported"
+        )
 
 
 @torch.no_grad()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from forge.errors import ConfigError, ModelFolderError
 from forge.quant.grid import dequantize, weight_codes, weight_scale
@@ -15,6 +12,10 @@ from forge.quant.pack import compressed_tensors_config, engine_tensors, pack
 from forge.quant.scheme import Format, Plan, Quantization
 from forge.rounding import dithered
 from forge.types import ActivationScale
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,6 +31,25 @@ class Contents:
     """One row a linear layer: what quantizing it cost; filled while `tensors` is drawn."""
 
 
+def check_exportable(
+    quantization: Quantization, plan: Plan, format: Format, scales: Mapping[str, ActivationScale]
+) -> None:
+    """Refuse what cannot be written, before anything is gathered.
+
+    Raises:
+        ConfigError: the scheme has no such format.
+        ModelFolderError: a layer of a static scheme has no activation scale.
+    """
+    formats = quantization.scheme.formats
+    if format not in formats:
+        raise ConfigError(
+            f"{quantization.scheme.name} cannot be written as {format.value}: it can be as "
+            f"{' or '.join(f.value for f in formats)}"
+        )
+    if quantization.scheme.static and (missing := sorted(set(plan.quantized) - set(scales))):
+        raise ModelFolderError(f"no activation scale for {', '.join(missing[:5])} ({len(missing)} layers): calibrate")
+
+
 def folder_contents(
     weights: Iterable[tuple[str, Tensor]],
     quantization: Quantization,
@@ -39,24 +59,13 @@ def folder_contents(
     scales: Mapping[str, ActivationScale],
     served: torch.dtype,
 ) -> Contents:
-    """What a quantized folder of a model holds.
+    """What a quantized folder of a model holds; `check_exportable` has passed.
 
     Args:
-        weights: every weight by Hugging Face name, in the dtype the trainer computes in.
+        weights: every weight, finite, by Hugging Face name, in the dtype the trainer computes in.
         scales: activation scales of a static scheme by module name.
         served: dtype of what is not quantized.
-
-    Raises:
-        ConfigError: the scheme has no such format.
-        ModelFolderError: a weight that is not finite, or a layer without activation scale; they are named.
     """
-    if format not in quantization.scheme.formats:
-        raise ConfigError(
-            f"{quantization.scheme.name} cannot be written as {format.value}: "
-            f"{', '.join(f.value for f in quantization.scheme.formats)} can"
-        )
-    if quantization.scheme.static and (missing := sorted(set(plan.quantized) - set(scales))):
-        raise ModelFolderError(f"no activation scale for {', '.join(missing[:5])} ({len(missing)} layers): calibrate")
     rows: list[dict[str, Any]] = []
     if format is Format.compressed_tensors:
         return Contents(
@@ -70,7 +79,7 @@ def folder_contents(
     from forge.quant.torchao_tensors import config_dict, quantized_tensor
 
     whole: dict[str, Tensor] = {}
-    for name, weight in _finite(weights):
+    for name, weight in weights:
         module = name.removesuffix(".weight")
         if module in plan.quantized:
             scale = weight_scale(weight, quantization, served=served)
@@ -102,20 +111,13 @@ def _compressed(
     served: torch.dtype,
     rows: list[dict[str, Any]],
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in _finite(weights):
+    for name, weight in weights:
         module = name.removesuffix(".weight")
         if module not in plan.quantized or module == name:
             yield name, dithered(weight, dtype=served)
             continue
         rows.append(_layer(module, weight, quantization, served))
         yield from engine_tensors(pack(module, weight, quantization, served=served), quantization, scales).items()
-
-
-def _finite(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in weights:
-        if not torch.isfinite(weight).all():
-            raise ModelFolderError(f"{name} holds values that are not finite: nothing is exported")
-        yield name, weight
 
 
 def _layer(module: str, weight: Tensor, quantization: Quantization, served: torch.dtype) -> dict[str, Any]:

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forge.advantage import with_advantages
 from forge.config import load_config
 from forge.engine_titan import TitanTrainer, init_process
+from forge.errors import RefusedInput
+from forge.quant import Format
 from forge.types import Completion, Episode, FinishReason, Group, Prompt
 
 
@@ -74,6 +78,18 @@ def main() -> None:
         elif kind == "stage":
             published = trainer.stage()
             results.append([published.changed, published.total, sorted(published.shards)])
+        elif kind == "save_quantized":
+            poison = action.get("poison")
+            if poison:
+                with torch.no_grad():
+                    parameter = dict(trainer.model.named_parameters())[poison].to_local()
+                    if rank == job["ranks"] - 1:
+                        parameter[-1, 0] = math.nan
+            try:
+                rows = files.save_quantized(trainer, Path(action["path"]), Format(action["format"]), {})
+                results.append(len(rows))
+            except RefusedInput as error:
+                results.append(str(error))
         elif kind in ("save_hf", "save_state", "load_state"):
             getattr(files, kind)(trainer, Path(action["path"]))
             results.append(trainer.version)

@@ -251,3 +251,32 @@ def test_qat_with_activation_checkpointing_changes_nothing(tiny: Path, train_ran
     (again,) = train_ranks(tiny, [{"do": "step"}], overrides=(*overrides, "trainer.activation_checkpointing=true"))
     assert again["loss/total"] == pytest.approx(plain["loss/total"], rel=1e-6)
     assert again["trainer/grad_norm"] == pytest.approx(plain["trainer/grad_norm"], rel=1e-5)
+
+
+def test_what_cannot_be_exported_is_refused_by_all_ranks_together(
+    tiny: Path, train_ranks: Ranks, tmp_path: Path
+) -> None:
+    overrides = ("quant.scheme=int8_static",)
+    target = str(tmp_path / "out")
+    found = train_ranks(
+        tiny,
+        [
+            {"do": "save_quantized", "path": target, "format": "torchao"},
+            {"do": "save_quantized", "path": target, "format": "compressed-tensors"},
+            {"do": "build", "overrides": ["quant.scheme=int8_dynamic"]},
+            {"do": "save_quantized", "path": target, "format": "compressed-tensors"},
+            {
+                "do": "save_quantized",
+                "path": str(tmp_path / "nan"),
+                "format": "compressed-tensors",
+                "poison": "layers.1.feed_forward.w2.weight",
+            },
+        ],
+        ranks=2,
+        overrides=overrides,
+    )
+    assert "int8_static cannot be written as torchao: it can be as compressed-tensors" in found[0]
+    assert "no activation scale for model.layers.0" in found[1]
+    assert found[2] == 28
+    assert "model.layers.1.mlp.down_proj.weight (1 tensors) hold values that are not finite" in found[3]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
