@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from forge import weights
 from forge.actors.trainer import Trainer
 from forge.config import GrpoConfig
-from forge.mesh import concurrent_endpoint
-from forge.quant import Plan
+from forge.mesh import Part, concurrent_endpoint, spawn
+from forge.quant import Plan, Quantization
 from forge.quant.calibration import Measurement, PolicyMeasurement
 from forge.types import ActivationScale, Episode, Manifest
 
@@ -105,3 +106,33 @@ class Calibrator(Trainer):
     async def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end a completion."""
         return await self._run(self.trainer.end_tokens)
+
+
+async def start_smoothed(
+    config: GrpoConfig, folder: Path, rows: Sequence[Sequence[int]], *, scratch: Path, stack: AsyncExitStack
+) -> tuple[Part, Path]:
+    """A calibrator outside of a run, on the model as its scheme smooths it.
+
+    Args:
+        rows: token ids to smooth by; the first `calibration.batch_size` are observed.
+        scratch: folder for logs and the smoothed model.
+        stack: stops the calibrator.
+
+    Returns:
+        the calibrator, set up; the folder of the model it holds: `folder` itself where nothing is smoothed.
+    """
+
+    async def start(held: Path, name: str) -> Part:
+        part = await spawn("calibrator", Calibrator, config, held, "", str(scratch / name), log_dir=scratch)
+        stack.push_async_callback(part.stop)
+        await part.call("setup")
+        return part
+
+    calibrator = await start(folder, "first")
+    quantization = Quantization.of(config.quant)
+    if quantization is None or not quantization.smooths or config.quant.smooth == 0:
+        return calibrator, folder
+    smoothed = scratch / "smoothed"
+    await calibrator.call_one("smooth", rows[: config.calibration.batch_size], smoothed, config.quant.smooth)
+    await calibrator.stop()
+    return await start(smoothed, "second"), smoothed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from forge.actors.peers import PlainVllm
 from forge.bench import alternate
 from forge.config import GrpoConfig
 from forge.engine_vllm import expected_tensors, prepare_environment
-from forge.mesh import spawn
+from forge.mesh import Part, spawn
 from forge.model_folder import weight_map
 from forge.quant import Quantization
 from forge.quant.grid import scale_of_range
 from forge.quant.pack import linear_shapes, num_bytes, pack
-from forge.types import Manifest, SamplingRequest, TensorSpec
+from forge.types import ActivationScale, Manifest, SamplingRequest, TensorSpec
 
 SPEED_RUNS = 3
 SPEED_REQUESTS = 32
@@ -53,14 +54,17 @@ async def score_in_stock_vllm(
     """
     async with contextlib.AsyncExitStack() as stack:
         env = prepare_environment(config)
-        parts = []
+        parts: list[Part] = []
+
+        async def stop() -> None:
+            await asyncio.gather(*(p.stop() for p in parts))
+
+        stack.push_async_callback(stop)
         for name, path in (("stock vllm", folder), ("stock vllm, unquantized", unquantized)):
             if path is None:
                 continue
-            part = await spawn(name, PlainVllm, config, path, log_dir=logs, env=env)
-            stack.push_async_callback(part.stop)
-            await part.call("setup")
-            parts.append(part)
+            parts.append(await spawn(name, PlainVllm, config, path, log_dir=logs, env=env))
+        await asyncio.gather(*(p.call("setup") for p in parts))
         logprobs: list[list[float]] = await parts[0].call_one("score", [list(s) for s in sequences])
         if unquantized is None:
             return StockScores(logprobs=logprobs)
@@ -85,10 +89,13 @@ async def score_in_stock_vllm(
         )
 
 
-def live_version(config: GrpoConfig, folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
+def live_version(
+    config: GrpoConfig, folder: Path, scales: Mapping[str, ActivationScale] | None = None
+) -> tuple[Manifest, dict[str, Tensor]]:
     """A folder's own weights as a published version of `config.quant`, for measurements without a trainer.
 
-    Static scales cover [-8, 8]: they are not calibrated, and speed does not depend on them.
+    Args:
+        scales: of a static scheme; without them they cover [-8, 8], which is enough to measure speed.
     """
     from safetensors.torch import load_file
 
@@ -103,13 +110,14 @@ def live_version(config: GrpoConfig, folder: Path) -> tuple[Manifest, dict[str, 
             quantized = module in plan.quantized and module != name
             tensors |= pack(module, weight, quantization, served=served) if quantized else {name: weight.to(served)}
     specs = {n: TensorSpec(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
-    scale = scale_of_range(-8.0, 8.0)
+    if scales is None and quantization.scheme.static:
+        scales = dict.fromkeys(plan.quantized, scale_of_range(-8.0, 8.0))
     manifest = Manifest(
         version=1,
         tensors=specs,
         num_bytes=num_bytes(specs),
         changed_share=1.0,
         scheme=quantization.label,
-        scales=dict.fromkeys(plan.quantized, scale) if quantization.scheme.static else {},
+        scales=scales or {},
     )
     return manifest, tensors

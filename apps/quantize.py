@@ -82,31 +82,19 @@ async def _convert(
     progress: Progress,
 ) -> dict[str, Any]:
     """Smooth, calibrate and write in a calibration actor; returns what the proof and the reports need."""
-    from forge.actors.calibrator import Calibrator
-    from forge.mesh import spawn
+    from forge.actors.calibrator import start_smoothed
     from forge.quant import Format, Quantization
     from forge.quant.calibration import Gate
 
     quantization = Quantization.of(config.quant)
     assert quantization is not None
     format = quantization.scheme.formats[0] if format_name is None else Format(format_name)
-
-    async def start(folder: Path, name: str) -> Any:
-        part = await spawn("calibrator", Calibrator, config, folder, "", str(logs / name), log_dir=logs)
-        stack.push_async_callback(part.stop)
-        await part.call("setup")
-        return part
-
     progress.stage("loading")
-    calibrator = await start(model, "first")
+    if checkpoint is not None:  # smoothed before it was trained
+        config = replace(config, quant=replace(config.quant, smooth=0.0))
+    calibrator, _ = await start_smoothed(config, model, rows, scratch=logs, stack=stack)
     if checkpoint is not None:
         await calibrator.call("load_state", checkpoint)
-    elif quantization.smooths and config.quant.smooth > 0:
-        progress.stage("smoothing outlier channels")
-        smoothed = logs / "smoothed"
-        await calibrator.call_one("smooth", rows[: config.calibration.batch_size], smoothed, config.quant.smooth)
-        await calibrator.stop()
-        calibrator = await start(smoothed, "second")
     if not scales and quantization.scheme.static:
         progress.stage(f"calibrating on {len(rows)} rows")
         measurement = await calibrator.call_one("measure", rows, [], {})

@@ -14,9 +14,9 @@ logging.disable(logging.WARNING)
 # where it differs from the module's first.
 STACK = """
 torch torchao.quantization torchtitan.models.llama3.parallelize torchtitan.components.optimizer
-monarch.actor:torchmonarch torchstore.api vllm.v1.engine.llm_engine transformers.models.llama.modeling_llama accelerate
+monarch.actor:torchmonarch torchstore.api vllm.v1.engine.llm_engine transformers.models.llama.modeling_llama
 gguf safetensors.torch datasets hydra:hydra-core omegaconf math_verify:math-verify reasoning_gym:reasoning-gym sympy
-pebble rich tensorboard matplotlib.pyplot pyarrow.parquet cloudpickle numpy yaml:pyyaml pytest pytest_asyncio
+rich tensorboard matplotlib.pyplot pyarrow.parquet cloudpickle numpy yaml:pyyaml pytest pytest_asyncio
 pytest_timeout mypy forge.config:forge-rl
 """.split()
 

@@ -66,7 +66,26 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_static_int8_is_calibrated_exported_and_proven(forge: Callable[..., Any], tmp_path: Path) -> None:
+DRIFT = """
+import asyncio
+
+from forge import launch, load_config
+
+
+async def main() -> None:
+    async with launch(load_config("grpo", {overrides!r})) as run:
+        async for _ in run.train():
+            pass
+        await run.calibrate()
+
+
+asyncio.run(main())
+"""
+
+
+def test_static_int8_is_calibrated_exported_proven_and_drifts_without_calibration(
+    forge: Callable[..., Any], tmp_path: Path
+) -> None:
     done = forge(
         "grpo", *SMALL, "steps=4", "quant.scheme=int8_static", "calibration.every=2", "reward.name=quant_rewards:Even",
         "checkpoint.every=4", "trainer.ranks=2",
@@ -107,16 +126,25 @@ def test_static_int8_is_calibrated_exported_and_proven(forge: Callable[..., Any]
     assert refused.status == 2
     assert "already quantized" in refused.out
 
-    again = forge(
-        "grpo", *SMALL, "steps=5", "quant.scheme=int8_static", "resume=auto", "reward.name=quant_rewards:Even",
-        "checkpoint.export=false",
-    )  # fmt: skip
-    assert again.status == 0, again.out
-    assert lines(run / "metrics.jsonl")[-1]["quant/scale_version"] == metrics[-1]["quant/scale_version"]
-
     converted = forge("quantize", "--run", "runs/grpo/q", "--target", "converted")
     assert converted.status == 0, converted.out
     assert "quantized 28 of 28 linears" in converted.out
+
+    (tmp_path / "drift.py").write_text(DRIFT.format(overrides=[
+        *SMALL, "steps=8", "quant.scheme=int8_static", "resume=auto", "reward.name=quant_rewards:Even",
+        "calibration.every=0", "async.max_age=0", "trainer.lr=0.05", "trainer.warmup_steps=0",
+    ]))  # fmt: skip
+    drifted = subprocess.run(
+        [sys.executable, "drift.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert drifted.returncode == 0, drifted.stdout + drifted.stderr
+    resumed = lines(run / "metrics.jsonl")[4:]
+    assert [m["quant/scale_version"] for m in resumed] == [metrics[-1]["quant/scale_version"]] * 4
+    assert resumed[-1]["logprob_gap/mean"] > 3 * resumed[0]["logprob_gap/mean"]
+    before, asked = calibrations[-1], lines(run / "calibration.jsonl")[-1]
+    assert asked["source"] == "asked for"
+    assert asked["policy"]["live_kl"] > 3 * before["policy"]["live_kl"]
+    assert any("leave the live scales' range" in reason for reason in asked["reasons"])
 
 
 DROP = """
