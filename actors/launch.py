@@ -306,13 +306,14 @@ class Run:
         return target
 
     async def save_checkpoint(self) -> Path:
-        """Write a checkpoint of the last finished step."""
-        partial = self._checkpoints.begin(self.version)
-        await self._trainer.call("save_state", partial)
+        """Write a checkpoint of the trainer's last finished step, which an interrupted run may not have seen yet."""
+        partial = self._checkpoints.begin()
+        (version, *_) = await self._trainer.call("save_state", partial)
         state = checkpoint.RunState(
-            step=self.version,
+            step=version,
             seed=self.config.seed,
             prompts_per_step=self.config.prompts_per_step,
+            order=self._loop.buffer.order(version),
             calibration=self._recalibration.gate.state() if self._recalibration else {},
         )
         return self._checkpoints.commit(partial, state)
@@ -503,11 +504,12 @@ async def _spawn_cast(
     )
     learner = Learner(trainer, store, specs, quantization, config.generator.dtype.value)
     pool = GeneratorPool([Replica(g) for g in generators])
-    first_step = 0
+    restored: checkpoint.RunState | None = None
     if resume is not None:
         on_stage(f"restoring {resume}")
-        (first_step, *_) = await trainer.call("load_state", resume)
-        folder.truncate_after(first_step)
+        restored = checkpoint.read_state(resume)
+        await trainer.call("load_state", resume)
+        folder.truncate_after(restored.step)
     remote = ListToList(scorer)
     recalibration: Recalibration | None = None
     if calibrator is not None:
@@ -523,10 +525,10 @@ async def _spawn_cast(
             record=folder.append_calibration,
         )
         learner.due = recalibration.due
-        if resume is not None and (state := checkpoint.read_state(resume).calibration):
-            recalibration.gate.restore(state)
-    elif resume is not None:
-        manifest = await learner.stage(first_step)
+        if restored is not None and restored.calibration:
+            recalibration.gate.restore(restored.calibration)
+    elif restored is not None:
+        manifest = await learner.stage(restored.step)
         await learner.publish(manifest)
         await pool.pull(manifest)
     loop = GrpoLoop(
@@ -536,7 +538,8 @@ async def _spawn_cast(
         scorer=remote,
         learner=learner,
         reference=ListToList(reference) if reference else None,
-        first_step=first_step,
+        first_step=restored.step if restored else 0,
+        order=restored.order if restored else None,
     )
     run = Run(
         config,

@@ -116,11 +116,15 @@ class Trainer(ForgeActor):
         return await self._run(save_quantized, self.trainer, target, format, scales)
 
     @concurrent_endpoint
-    async def save_state(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint."""
+    async def save_state(self, folder: Path) -> int:
+        """Write this rank's part of a checkpoint; returns its version."""
+        return await self._run(self._save_state, folder)
+
+    def _save_state(self, folder: Path) -> int:
         from forge.engine_titan_files import save_state
 
-        await self._run(save_state, self.trainer, folder)
+        save_state(self.trainer, folder)
+        return self.trainer.version
 
     @concurrent_endpoint
     async def load_state(self, folder: Path) -> int:

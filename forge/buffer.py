@@ -15,7 +15,8 @@ is at most S + ceil((W - 1) / P).
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from forge.config import AsyncConfig
 from forge.errors import StalenessExceeded
@@ -30,19 +31,31 @@ class _Slot:
     """The finished group; None while it is being sampled and scored."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DataOrder:
+    """Where admission goes on after a restart: what is pending first, then `next_group` and those after it."""
+
+    next_group: int = 0
+    """First group that was never admitted."""
+    pending: list[int] = field(default_factory=list)
+    """Groups admitted and not trained, in order: they were being sampled, or were finished and waited."""
+
+
 class GroupBuffer:
     """Paces admission, holds finished groups, hands out batches in order.
 
     Args:
         asynchrony: `max_age` and `window`; `set_max_age` changes the former while running.
         prompts_per_step: groups P in a batch.
-        first: index of the first group to admit (above 0 after a resume).
+        order: where a resumed run goes on.
     """
 
-    def __init__(self, asynchrony: AsyncConfig, *, prompts_per_step: int, first: int = 0) -> None:
+    def __init__(self, asynchrony: AsyncConfig, *, prompts_per_step: int, order: DataOrder | None = None) -> None:
+        order = order or DataOrder()
         self._async = asynchrony
         self._per_step = prompts_per_step
-        self._next = first
+        self._next = order.next_group
+        self._pending = deque(order.pending)
         self._slots: dict[int, _Slot] = {}
         self._taken: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -69,6 +82,12 @@ class GroupBuffer:
             "buffer/sampling": float(len(self._slots) - finished),
         }
 
+    def order(self, version: int) -> DataOrder:
+        """What a checkpoint of weights `version` has to remember: every group is in it, trained before, or not
+        admitted yet. A batch that was taken to train `version` counts as pending, since its step is not in there."""
+        taken = (index for index, trains in self._taken.items() if trains >= version)
+        return DataOrder(next_group=self._next, pending=sorted([*self._slots, *taken, *self._pending]))
+
     def waiting_for(self) -> str:
         """What stands in the way of the next batch, for a stall report."""
         ready = len(self._ready())
@@ -85,8 +104,11 @@ class GroupBuffer:
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self.in_use < self.capacity)
-            index = self._next
-            self._next += 1
+            if self._pending:
+                index = self._pending.popleft()
+            else:
+                index = self._next
+                self._next += 1
             self._slots[index] = _Slot(self._async.bound(self._per_step))
             return index
 

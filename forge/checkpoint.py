@@ -2,7 +2,7 @@
 
     checkpoints/step-12/          renamed into place when everything in it is on disk
         trainer-00000-of-00002.safetensors …   master weights, moments, schedule: one file a rank
-        state.json                              step and data order
+        state.json                              step, data order, calibration
 
 safetensors and JSON only: nothing of a checkpoint is ever unpickled.
 """
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge.buffer import DataOrder
 from forge.errors import ConfigError, PartFailed
 
 PARTIAL = ".partial"
@@ -31,7 +32,9 @@ class RunState:
     seed: int
     """Seed of data order and sampling; a run continues only under the same one."""
     prompts_per_step: int
-    """Groups a step took; with `step` it says where the data order goes on."""
+    """Groups a step took."""
+    order: DataOrder
+    """Groups that were admitted and not trained, and the first that was not admitted."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """State of the calibration gate: live scales, earlier ones, rejections; empty without quantization."""
 
@@ -47,9 +50,9 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
-    def begin(self, step: int) -> Path:
-        """A fresh folder for the trainer's files of a step; not a checkpoint until `commit`."""
-        partial = self.folder / f"step-{step}{PARTIAL}"
+    def begin(self) -> Path:
+        """A fresh folder for the trainer's files; not a checkpoint until `commit`."""
+        partial = self.folder / f"writing{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
@@ -61,9 +64,13 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         _fsync_folder(partial)
-        final = partial.with_name(partial.name.removesuffix(PARTIAL))
-        shutil.rmtree(final, ignore_errors=True)
+        final = self.folder / f"step-{state.step}"
+        replaced = self.folder / f"replaced{PARTIAL}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # the same step again: it stays on disk until the new one has its name
+            final.rename(replaced)
         partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _fsync_folder(self.folder)
         for old in self.complete()[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -89,8 +96,9 @@ def read_state(checkpoint: Path) -> RunState:
     Raises:
         ConfigError: the folder is not a complete checkpoint.
     """
-    with contextlib.suppress(OSError, json.JSONDecodeError, TypeError):
-        return RunState(**json.loads((checkpoint / "state.json").read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads((checkpoint / "state.json").read_text())
+        return RunState(**{**found, "order": DataOrder(**found["order"])})
     raise ConfigError(
         f"resume={checkpoint}: not a complete checkpoint (it needs a readable state.json): give a step-N folder"
     )

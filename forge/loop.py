@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from forge.advantage import with_advantages
-from forge.buffer import GroupBuffer
+from forge.buffer import DataOrder, GroupBuffer
 from forge.config import GrpoConfig
 from forge.errors import Stalled, TooManyFailures
 from forge.metrics import rollout_metrics
@@ -82,6 +82,7 @@ class GrpoLoop:
     Args:
         calibration: None without quantization.
         first_step: steps already taken (above 0 after a resume); also the version of the live weights.
+        order: where the data goes on after a resume.
         on_batch: called with each trained batch and the version it trained.
     """
 
@@ -96,6 +97,7 @@ class GrpoLoop:
         reference: Reference | None = None,
         calibration: Calibration | None = None,
         first_step: int = 0,
+        order: DataOrder | None = None,
         on_batch: Callable[[list[Group], int], None] | None = None,
     ) -> None:
         self.config = config
@@ -105,9 +107,7 @@ class GrpoLoop:
         self.on_batch = on_batch
         self.max_age_seen = 0
         self.failed_episodes = 0
-        self.buffer = GroupBuffer(
-            config.async_, prompts_per_step=config.prompts_per_step, first=first_step * config.prompts_per_step
-        )
+        self.buffer = GroupBuffer(config.async_, prompts_per_step=config.prompts_per_step, order=order)
         self._moved = time.monotonic()
         self.going_live = asyncio.Lock()
         """Held while a version goes live; whoever changes what is live takes it."""

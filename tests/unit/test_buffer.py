@@ -1,10 +1,11 @@
 """The buffer's promises: pace, order, age."""
 
 import asyncio
+from random import Random
 
 import pytest
 
-from forge.buffer import GroupBuffer
+from forge.buffer import DataOrder, GroupBuffer
 from forge.config import AsyncConfig
 from forge.errors import StalenessExceeded
 from forge.testing import fake_group
@@ -102,3 +103,37 @@ async def test_raising_the_age_admits_more_at_once() -> None:
     assert not await ready(blocked)
     await b.set_max_age(1)
     assert await blocked == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_after_a_restart_at_any_moment_every_group_trains_exactly_once(seed: int) -> None:
+    """Groups finish in random order under a window; the run dies at random moments and goes on from `order`."""
+    random = Random(seed)
+    trained: list[int] = []
+    version, order = 0, DataOrder()
+    for _ in range(4):
+        b = GroupBuffer(AsyncConfig(max_age=2, window=0.7), prompts_per_step=2, order=order)
+        sampling: set[int] = set()
+        for _ in range(random.randrange(1, 30)):
+            admitting = asyncio.ensure_future(b.admit())
+            if await ready(admitting):
+                sampling.add(admitting.result())
+            else:
+                admitting.cancel()
+            if sampling and random.random() < 0.6:
+                done = random.choice(sorted(sampling))
+                sampling.remove(done)
+                await b.put(fake_group(done, [1, 0], version=version))
+            taking = asyncio.ensure_future(b.take(version))
+            if not await ready(taking):
+                taking.cancel()
+                continue
+            order = b.order(version)  # a checkpoint while this batch trains does not have it
+            assert {g.index for g in taking.result()} <= set(order.pending)
+            trained += [g.index for g in taking.result()]
+            version += 1
+            order = b.order(version)
+            await b.release(taking.result())
+        order = b.order(version)
+    assert len(trained) == len(set(trained))
+    assert sorted([*trained, *order.pending]) == list(range(order.next_group))

@@ -4,17 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from forge.buffer import DataOrder
 from forge.checkpoint import Checkpoints, RunState, check_resumable, read_state
 from forge.errors import ConfigError
 
 
 def state(step: int) -> RunState:
-    return RunState(step=step, seed=0, prompts_per_step=8)
+    order = DataOrder(next_group=8 * step + 2, pending=[8 * step - 3, 8 * step + 1])
+    return RunState(step=step, seed=0, prompts_per_step=8, order=order)
 
 
 def test_a_folder_is_a_checkpoint_only_after_commit(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    partial = checkpoints.begin(3)
+    partial = checkpoints.begin()
     (partial / "trainer.safetensors").write_text("x")
     assert checkpoints.latest() is None
     final = checkpoints.commit(partial, state(3))
@@ -26,17 +28,27 @@ def test_a_folder_is_a_checkpoint_only_after_commit(tmp_path: Path) -> None:
 def test_the_newest_are_kept_in_order_of_steps_not_of_names(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (2, 9, 10):
-        checkpoints.commit(checkpoints.begin(step), state(step))
+        checkpoints.commit(checkpoints.begin(), state(step))
     assert [p.name for p in checkpoints.complete()] == ["step-9", "step-10"]
 
 
 def test_a_save_that_was_cut_off_neither_counts_nor_removes_the_last_good_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.commit(checkpoints.begin(1), state(1))
-    (checkpoints.begin(2) / "half.safetensors").write_text("x")
+    checkpoints.commit(checkpoints.begin(), state(1))
+    (checkpoints.begin() / "half.safetensors").write_text("x")
     assert checkpoints.latest() == tmp_path / "step-1"
     (tmp_path / "step-5").mkdir()  # no state.json
     assert checkpoints.latest() == tmp_path / "step-1"
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for text in ("first", "second"):
+        partial = checkpoints.begin()
+        (partial / "trainer.safetensors").write_text(text)
+        checkpoints.commit(partial, state(4))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-4"]
+    assert (tmp_path / "step-4/trainer.safetensors").read_text() == "second"
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"step": 1}'])

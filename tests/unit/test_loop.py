@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from forge.buffer import DataOrder
 from forge.config import AlgoConfig, AsyncConfig, DataConfig, GrpoConfig, RewardConfig
 from forge.errors import Stalled, TooManyFailures
 from forge.loop import GrpoLoop, request_seed
@@ -68,7 +69,8 @@ async def test_synchronous_training_samples_every_batch_on_the_newest_version() 
 
 async def test_a_resumed_loop_goes_on_in_the_data_order() -> None:
     learner = FakeLearner(version=2)
-    g = loop(config(), learner=learner, rollouts=FakeRollouts(version=2), first_step=2)
+    order = DataOrder(next_group=6, pending=[4, 5])
+    g = loop(config(), learner=learner, rollouts=FakeRollouts(version=2), first_step=2, order=order)
     assert len(await run(g)) == 2
     assert [[b.index for b in batch] for batch in learner.batches] == [[4, 5], [6, 7]]
 
