@@ -66,12 +66,13 @@ class Generator(ForgeActor):
 
     @concurrent_endpoint
     async def statistics(self) -> dict[str, float]:
-        """Counts since start: sampled tokens, seconds the engine was stepping, live version."""
+        """Counts since start: sampled tokens, seconds the engine was stepping; live version; seconds it stood still."""
         assert self.engine is not None
         return {
             "tokens": float(self.engine.sampled_tokens),
             "busy_seconds": self.thread.busy_seconds,
             "version": float(self.engine.version),
+            "stuck_seconds": self.thread.stuck_seconds(),
         }
 
     @concurrent_endpoint

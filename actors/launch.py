@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import statistics
@@ -22,21 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from forge import checkpoint, weights
-from forge.actors.base import ForgeActor
-from forge.actors.calibrator import Calibrator
-from forge.actors.generator import Generator
-from forge.actors.reference import Reference
+from forge.actors.cast import Cast
 from forge.actors.remote import Learner, ListToList, RemoteCalibrator, Replica
-from forge.actors.reward import RewardActor
 from forge.actors.stock import score_in_stock_vllm
-from forge.actors.trainer import Trainer
-from forge.config import Device, GrpoConfig, to_yaml
+from forge.config import GrpoConfig, to_yaml
 from forge.data import Dataset
-from forge.engine_vllm import prepare_environment
-from forge.errors import ConfigError, ForgeError, PartFailed
+from forge.errors import ConfigError, ForgeError
 from forge.inputs import check_inputs
 from forge.loop import GrpoLoop, evaluate, request_seed
-from forge.mesh import Part, spawn, watch_faults
+from forge.mesh import Part, watch_faults
 from forge.parity import MAX_GAP, file_digest, folder_bytes, other_kernels_bound, parity_record, write_parity
 from forge.quant import Format, Quantization
 from forge.quant.calibration import Decision
@@ -53,8 +46,6 @@ RECENT_BATCHES = 8
 """Batches whose rollouts a calibration can draw from."""
 FIRST_ROLLOUTS = 64
 """Rollouts sampled to calibrate a static scheme before training."""
-CLOSE_TIMEOUT_S = 3.0
-"""How long parts may take to close before their processes are stopped."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -77,7 +68,7 @@ class Run:
         *,
         folder: RunFolder,
         dataset: Dataset,
-        parts: list[Part],
+        cast: Cast,
         trainer: Part,
         pool: GeneratorPool,
         scorer: ListToList,
@@ -89,7 +80,7 @@ class Run:
     ) -> None:
         self.config, self.folder, self.dataset = config, folder, dataset
         self.version = loop.step
-        self._parts, self._trainer, self._pool, self._scorer, self._loop = parts, trainer, pool, scorer, loop
+        self._cast, self._trainer, self._pool, self._scorer, self._loop = cast, trainer, pool, scorer, loop
         self._learner, self._recalibration, self._model = learner, recalibration, model
         self._started = started
         self._first_step_s: float | None = None
@@ -157,6 +148,10 @@ class Run:
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Sample from the live policy."""
         return await self._pool.spread(list(requests))
+
+    def pids(self) -> dict[str, list[int]]:
+        """Process ids of every part that is up now, by its name; a trainer has one for each rank."""
+        return {part.name: list(part.pids) for part in self._cast.parts}
 
     async def set(self, *, max_age: int) -> None:
         """Change the async degree of a running job.
@@ -320,7 +315,7 @@ class Run:
 
     async def summary(self, status: str) -> dict[str, Any]:
         """The numbers of the run, as in summary.json."""
-        memory = await asyncio.gather(*(p.call("memory") for p in self._parts), return_exceptions=True)
+        memory = await asyncio.gather(*(p.call("memory") for p in self._cast.parts), return_exceptions=True)
         rewards = [r["reward/mean"] for r in self._rows if "reward/mean" in r]
         syncs = [r["weights/sync_seconds"] for r in self._rows if "weights/sync_seconds" in r]
         speeds = [r["rollout/tokens_per_second"] for r in self._rows if "rollout/tokens_per_second" in r]
@@ -438,57 +433,25 @@ async def _spawn_cast(
     watch_faults(lambda failure: log.info("%s", failure))  # whoever calls the part is told, and says which it was
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
     store = weights.WeightStore(f"weights-{os.getpid()}-{time.time_ns()}")
-    parts: list[Part] = []
-    stack.push_async_callback(_close, parts)
-
-    gpus = itertools.count()
-
-    async def start(
-        name: str,
-        actor: type[ForgeActor],
-        *args: Any,
-        count: int = 1,
-        env: dict[str, str] | None = None,
-        num_gpus: int = 0,
-    ) -> Part:
-        mine: range | None = None
-        if config.placement.device is Device.gpu:  # in order of starting: trainer, generators, reference
-            taken = list(itertools.islice(gpus, num_gpus))
-            mine = range(taken[0], taken[-1] + 1) if taken else range(0)
-        part = await spawn(name, actor, *args, count=count, log_dir=folder.logs, env=env, gpus=mine)
-        parts.append(part)
-        return part
-
+    cast = Cast(config, model, reward, store=store.name, scratch=scratch, logs=folder.logs)
+    stack.push_async_callback(cast.close)
     quantization = Quantization.of(config.quant)
     calibrator: Part | None = None
     if quantization is not None:
-        calibrator = await start(
-            "calibrator", Calibrator, config, model, store.name, str(scratch / "calibrator"), num_gpus=1
-        )
+        calibrator = await cast.calibrator()
         smoothed = scratch / "smoothed"
         if resume is None and quantization.smooths and config.quant.smooth > 0:
             on_stage("smoothing outlier channels")
             await calibrator.call("setup")
             rows = [dataset.prompt(i).token_ids for i in range(config.calibration.batch_size)]
             await calibrator.call_one("smooth", rows, smoothed, config.quant.smooth)
-            model = smoothed
-    generators: list[Part]
-    ranks, tp = config.trainer.ranks, config.generator.tensor_parallel
+            cast.model = smoothed
     volume, trainer, scorer, *rest = await asyncio.gather(
-        start("weight store", ForgeActor),
-        start("trainer", Trainer, config, model, store.name, str(scratch / "trainer"), count=ranks, num_gpus=ranks),
-        start("reward", RewardActor, config.reward, reward),
-        *(
-            start(
-                f"generator {i}", Generator, config, model, store.name, i, env=prepare_environment(config), num_gpus=tp
-            )
-            for i in range(config.generator.replicas)
-        ),
-        *(
-            [start("reference", Reference, config, model, str(scratch / "reference"), num_gpus=1)]
-            if config.algo.kl > 0
-            else []
-        ),
+        cast.weight_store(),
+        cast.trainer(),
+        cast.reward(),
+        *(cast.generator(i) for i in range(config.generator.replicas)),
+        *([cast.reference()] if config.algo.kl > 0 else []),
     )
     generators = rest[: config.generator.replicas]
     reference = rest[config.generator.replicas] if config.algo.kl > 0 else None
@@ -503,20 +466,23 @@ async def _spawn_cast(
         *([reference.call("setup")] if reference else []),
     )
     learner = Learner(trainer, store, specs, quantization, config.generator.dtype.value)
-    pool = GeneratorPool([Replica(g) for g in generators])
+    pool = GeneratorPool([Replica(g) for g in generators], respawn=cast.respawn, max_restarts=config.max_restarts)
+    watch = asyncio.create_task(pool.watch(hang_timeout_s=config.hang_timeout_s))
+    stack.push_async_callback(pool.close)
+    stack.callback(watch.cancel)
     restored: checkpoint.RunState | None = None
     if resume is not None:
         on_stage(f"restoring {resume}")
         restored = checkpoint.read_state(resume)
         await trainer.call("load_state", resume)
         folder.truncate_after(restored.step)
-    remote = ListToList(scorer)
+    remote = ListToList(cast.worker(scorer, cast.reward))
     recalibration: Recalibration | None = None
     if calibrator is not None:
         pinned = config.calibration.prompts
         recalibration = Recalibration(
             config,
-            calibrator=RemoteCalibrator(calibrator),
+            calibrator=RemoteCalibrator(cast.worker(calibrator, cast.calibrator)),
             rollouts=pool,
             scorer=remote,
             quantizer=learner,
@@ -537,7 +503,7 @@ async def _spawn_cast(
         rollouts=pool,
         scorer=remote,
         learner=learner,
-        reference=ListToList(reference) if reference else None,
+        reference=ListToList(cast.worker(reference, cast.reference)) if reference else None,
         first_step=restored.step if restored else 0,
         order=restored.order if restored else None,
     )
@@ -545,32 +511,17 @@ async def _spawn_cast(
         config,
         folder=folder,
         dataset=dataset,
-        parts=parts,
+        cast=cast,
         trainer=trainer,
         pool=pool,
         scorer=remote,
         loop=loop,
         learner=learner,
         recalibration=recalibration,
-        model=model,
+        model=cast.model,
         started=started,
     )
     if recalibration is not None:
         on_stage(f"quantizing: {recalibration.quantization.label}")
         await run.start_quantized()
     return run
-
-
-async def _close(parts: list[Part]) -> None:
-    """Close every part, then end its processes; what does not answer in time is killed."""
-
-    async def end(part: Part) -> None:
-        with contextlib.suppress(PartFailed, asyncio.TimeoutError):
-            await asyncio.wait_for(part.call("close"), CLOSE_TIMEOUT_S)
-        await part.stop()
-
-    try:
-        await asyncio.shield(asyncio.gather(*map(end, parts)))
-    finally:
-        for part in parts:
-            part.kill()

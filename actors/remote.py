@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from forge import weights
+from forge.errors import PartFailed
 from forge.mesh import Part
 from forge.quant import Format, Quantization
 from forge.quant.calibration import Measurement, PolicyMeasurement
 from forge.quant.pack import num_bytes, quantized_specs
 from forge.recalibration import Verified
+from forge.service import OnePart, Worker
 from forge.types import (
     ActivationScale,
     Completion,
@@ -31,6 +33,13 @@ class Replica:
     """One generator as the pool sees it."""
 
     part: Part
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    def kill(self) -> None:
+        self.part.kill()
 
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         return await self.part.call_one("generate", requests)
@@ -132,7 +141,7 @@ class Learner:
 class ListToList:
     """An actor of one process with one list-to-list endpoint: a scorer or a reference."""
 
-    part: Part
+    part: Worker
 
     async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
         return await self.part.call_one("score", list(episodes))
@@ -143,9 +152,20 @@ class ListToList:
 
 @dataclass(slots=True)
 class RemoteCalibrator:
-    """The calibration actor."""
+    """The calibration actor. Its calls are not repeated when it dies: what it held is gone, and must be pulled anew."""
 
-    part: Part
+    worker: Worker
+
+    @property
+    def part(self) -> OnePart:
+        return self.worker.part
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    async def restart(self, error: PartFailed) -> None:
+        await self.worker.replace(self.part, error)
 
     async def pull(self, manifest: Manifest) -> None:
         await self.part.call_one("pull", manifest)

@@ -328,6 +328,7 @@ class EngineThread:
         self._closing = False
         self._ready: Future[VllmEngine] = Future()
         self.busy_seconds = 0.0
+        self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
 
     async def start(self) -> VllmEngine:
@@ -339,6 +340,7 @@ class EngineThread:
         """Sample all requests; they share the engine with everything else that is running."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         with self._wake:
+            self._starts_work()
             self._requests.extend(zip(requests, futures, strict=True))
             self._wake.notify()
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
@@ -359,9 +361,21 @@ class EngineThread:
         found: list[list[float]] = await self._call(lambda engine: engine.score(sequences), idle=True)
         return found
 
+    def stuck_seconds(self) -> float:
+        """Since when the engine has made no step although it has work; 0 while it has none."""
+        return time.monotonic() - self._moved if self._has_work() else 0.0
+
+    def _has_work(self) -> bool:
+        return bool(self._futures or self._requests or self._calls)
+
+    def _starts_work(self) -> None:
+        if not self._has_work():  # standing still counts from now on, not from when the last work ended
+            self._moved = time.monotonic()
+
     async def _call(self, function: Callable[[VllmEngine], Any], *, idle: bool) -> Any:
         call = _Call(function, idle)
         with self._wake:
+            self._starts_work()
             self._calls.append(call)
             self._wake.notify()
         return await asyncio.wrap_future(call.future)
@@ -381,6 +395,7 @@ class EngineThread:
             return
         self._ready.set_result(engine)
         while self._wait(engine):
+            self._moved = time.monotonic()
             if self._calls and not (self._calls[0].idle and engine.busy):
                 self._answer(engine)
                 continue

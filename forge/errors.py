@@ -6,6 +6,7 @@ ForgeError
 │   ├── DataError           a dataset or a row of it
 │   └── ModelFolderError    a model folder that is missing, incomplete or of a family Forge cannot train
 └── PartFailed              a part of a running job failed; exit 1, the part is named
+    ├── PartDied            its process is gone; some parts are started anew
     ├── WeightsMismatch     a published version and a reader do not agree on names, shapes or dtypes
     ├── StalenessExceeded   a group older than the promised bound reached the trainer
     ├── TooManyFailures     a tolerated failure happened more often than its cap allows
@@ -67,6 +68,10 @@ class PartFailed(ForgeError):
 
     def __reduce__(self) -> tuple[type[PartFailed], tuple[str, str]]:
         return type(self), (self.part, self.reason)
+
+
+class PartDied(PartFailed):
+    """A process of the part is gone, or was killed because it did not move."""
 
 
 class WeightsMismatch(PartFailed):

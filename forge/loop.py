@@ -174,6 +174,9 @@ class GrpoLoop:
                     "time/train_seconds": trained - waited,
                     "time/generate_seconds": (after["busy_seconds"] - before["busy_seconds"]) / after["replicas"],
                     "failures/total": float(self.failed_episodes),
+                    "failures/generator_restarts": after.get("restarts", 0.0),
+                    "failures/reissued_requests": after.get("reissued", 0.0),
+                    "rollout/replicas": after["replicas"],
                 }
                 self.max_age_seen = max(self.max_age_seen, int(metrics.get("age/max", 0)))
                 self._paused = True  # the caller may take its time; the watchdog must not count it

@@ -31,7 +31,7 @@ import monarch.actor as _monarch  # noqa: E402
 from monarch._src.actor.actor_mesh import ActorError  # noqa: E402
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint, this_host  # noqa: E402
 
-from forge.errors import ForgeError, PartFailed  # noqa: E402
+from forge.errors import ForgeError, PartDied, PartFailed  # noqa: E402
 
 __all__ = [
     "Actor",
@@ -78,7 +78,8 @@ class Part:
 
         Raises:
             ForgeError: what the endpoint raised, as it was.
-            PartFailed: any other exception there, or a process of the part died.
+            PartFailed: any other exception there.
+            PartDied: a process of the part is gone.
         """
         with self._errors(endpoint):
             result = await getattr(self.actor, endpoint).call(*args)
@@ -100,7 +101,7 @@ class Part:
                 self.name, f"{endpoint} failed: {error.exception!r}\n{error.exception_formatted}"
             ) from None
         except SupervisionError:
-            raise PartFailed(
+            raise PartDied(
                 self.name, f"its process died during {endpoint}; its log is in logs/ of the run folder"
             ) from None
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from forge.config import GrpoConfig
-from forge.errors import PartFailed
+from forge.errors import PartDied, PartFailed
 from forge.quant.calibration import Decision, Gate, Measurement, PolicyMeasurement
 from forge.quant.scheme import Quantization
 from forge.types import ActivationScale, Completion, Episode, FinishReason, Group, Manifest, Prompt, SamplingRequest
@@ -37,6 +37,9 @@ class Verified(Protocol):
 class Calibrator(Protocol):
     """What the loop asks of the calibration actor."""
 
+    @property
+    def name(self) -> str: ...
+    async def restart(self, error: PartFailed) -> None: ...
     async def pull(self, manifest: Manifest) -> None: ...
     async def measure(
         self, rows: Sequence[Sequence[int]], more: Sequence[Sequence[int]], live: Mapping[str, ActivationScale]
@@ -118,9 +121,13 @@ class Recalibration:
         """First scales of a static scheme, from prompts alone: nothing can be sampled before there are any."""
         if not self.quantization.scheme.static:
             return self.stamp(manifest)
-        await self._pull(plain)
         rows = [p.token_ids for p in self.pinned]
-        measurement = await self.calibrator.measure(rows, [], {})
+
+        async def measure() -> Measurement:
+            await self._pull(plain)
+            return await self.calibrator.measure(rows, [], {})
+
+        measurement = await self._surviving(measure)
         decision = self.gate.decide(measurement)
         self._write(manifest.version, measurement, decision, 0.0, "prompts before training")
         if not decision.accepted:
@@ -144,6 +151,16 @@ class Recalibration:
             the manifest with the scales that are live from now on; the decision.
         """
         start = time.perf_counter()
+        measurement = await self._surviving(lambda: self._measure(plain, episodes))
+        decision = self.gate.decide(measurement)
+        if self.provisional and decision.accepted:
+            self.provisional = False
+            self.gate.forget_earlier()
+        await self._apply(decision)
+        self._write(manifest.version, measurement, decision, time.perf_counter() - start, source)
+        return self.stamp(manifest), decision
+
+    async def _measure(self, plain: Manifest, episodes: Sequence[Episode]) -> Measurement:
         await self._pull(plain)
         rows = [e.prompt.token_ids + e.completion.token_ids for e in episodes]
         half = min(len(rows), self.config.calibration.samples)
@@ -154,18 +171,24 @@ class Recalibration:
         if complete and measurement.rows >= self.config.calibration.min_rows:
             policy = await self._compare(measurement.scales, live)
             measurement = replace(measurement, policy=policy)
-        decision = self.gate.decide(measurement)
-        if self.provisional and decision.accepted:
-            self.provisional = False
-            self.gate.forget_earlier()
-        await self._apply(decision)
-        self._write(manifest.version, measurement, decision, time.perf_counter() - start, source)
-        return self.stamp(manifest), decision
+        return measurement
+
+    async def _surviving(self, work: Callable[[], Awaitable[Measurement]]) -> Measurement:
+        """`work()`, from its start again when the calibration actor died: a new one holds no version yet."""
+        while True:
+            try:
+                return await work()
+            except PartDied as error:
+                if error.part != self.calibrator.name:
+                    raise
+                await self.calibrator.restart(error)
 
     async def _pull(self, plain: Manifest) -> None:
         await self.quantizer.publish(plain)
-        await self.calibrator.pull(plain)
-        await self.quantizer.free(plain)
+        try:
+            await self.calibrator.pull(plain)
+        finally:
+            await self.quantizer.free(plain)
 
     async def _apply(self, decision: Decision) -> None:
         await self.quantizer.set_scales(decision.scales)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forge.errors import PartFailed
+from forge.errors import PartDied, PartFailed
 from forge.mesh import FRAME_LIMIT, SupervisionError, endpoint
 from forge.types import Manifest
 
@@ -140,7 +140,7 @@ def _store_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except SupervisionError:
-        raise PartFailed("weight store", f"its process died during {doing}; see its log in the run folder") from None
+        raise PartDied("weight store", f"its process died during {doing}; see its log in the run folder") from None
 
 
 def _stored(manifest: Manifest) -> list[str]:

@@ -400,6 +400,11 @@ class GrpoConfig:
     """never, auto (newest complete checkpoint of the named run, else start), or the path of a checkpoint."""
     stall_timeout_s: float = 600.0
     """Seconds without any progress after which the run ends and says what each part waits for."""
+    hang_timeout_s: float = 300.0
+    """Seconds without an answer or an engine step after which a generator is killed and started anew."""
+    max_restarts: int = 3
+    """How often each generator, the reward, reference and calibration actor may be started anew when it dies; and how
+    often the run goes back to its last checkpoint when the trainer or the weight store does."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -479,6 +484,10 @@ class GrpoConfig:
             yield f"trainer.warmup_steps={self.trainer.warmup_steps} is more than steps={self.steps}"
         if not self.stall_timeout_s > 0:
             yield f"stall_timeout_s must be above 0 seconds, got {self.stall_timeout_s}"
+        if not self.hang_timeout_s > 0:
+            yield f"hang_timeout_s must be above 0 seconds, got {self.hang_timeout_s}"
+        if self.max_restarts < 0:
+            yield f"max_restarts must be 0 (a dead part ends the run) or more, got {self.max_restarts}"
         if self.resume == "auto" and self.name is None:
             yield "resume=auto continues a named run: set name=…, or give resume the path of a checkpoint"
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
