@@ -43,6 +43,8 @@ class Cast:
     ) -> None:
         self.config, self.model = config, model
         self.parts: list[Part] = []
+        self.restarts: dict[str, int] = {}
+        """How often each part was started anew."""
         self._own_reward, self._store, self._scratch, self._logs = reward, store, scratch, logs
         self._gpus = itertools.count()
         self._placed: dict[str, range | None] = {}
@@ -134,6 +136,7 @@ class Cast:
         for died in [p for p in self.parts if p.name == name]:
             self.parts.remove(died)
             died.kill()
+            self.restarts[name] = self.restarts.get(name, 0) + 1
         part = await spawn(name, actor, *args, count=count, log_dir=self._logs, env=env, gpus=self._placed[name])
         self.parts.append(part)
         return part

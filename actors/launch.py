@@ -315,7 +315,9 @@ class Run:
 
     async def summary(self, status: str) -> dict[str, Any]:
         """The numbers of the run, as in summary.json."""
-        memory = await asyncio.gather(*(p.call("memory") for p in self._cast.parts), return_exceptions=True)
+        parts = self._cast.parts
+        answers = await asyncio.gather(*(p.call("memory") for p in parts), return_exceptions=True)
+        memory = {p.name: sum(a) for p, a in zip(parts, answers, strict=True) if not isinstance(a, BaseException)}
         rewards = [r["reward/mean"] for r in self._rows if "reward/mean" in r]
         syncs = [r["weights/sync_seconds"] for r in self._rows if "weights/sync_seconds" in r]
         speeds = [r["rollout/tokens_per_second"] for r in self._rows if "rollout/tokens_per_second" in r]
@@ -334,9 +336,11 @@ class Run:
             "max_age_bound": self.config.age_bound,
             "max_age_measured": self._loop.max_age_seen,
             "weight_sync_seconds": statistics.median(syncs) if syncs else None,
-            "peak_rss_gib": sum(sum(m) for m in memory if not isinstance(m, BaseException)),
+            "peak_rss_gib": sum(memory.values()),
+            "peak_rss_gib_by_part": memory,
             "failures": {
                 "reward": self._loop.failed_episodes,
+                **{f"{name} restarts": count for name, count in self._cast.restarts.items()},
                 **self.folder.statistics(),
                 **self._trackers.statistics(),
             },

@@ -23,6 +23,7 @@ from forge.types import (
     Group,
     Manifest,
     SamplingRequest,
+    Staged,
     StepStats,
     TensorSpec,
 )
@@ -73,7 +74,7 @@ class Learner:
     ) -> None:
         self.part, self.store, self.plain_specs, self.quantization = part, store, specs, quantization
         self.specs = specs if quantization is None else quantized_specs(specs, quantization, served=served)
-        self.counts: dict[str, int] = {}
+        self.staged: list[Staged] = []
         self.due: Callable[[int], bool] = lambda version: False
         """Whether a version is calibrated before it goes live, and so staged unquantized as well."""
 
@@ -85,20 +86,25 @@ class Learner:
 
     async def stage_forms(self, version: int, *, unquantized: bool) -> Manifest:
         """Freeze a version as generators serve it and, if asked, unquantized as well."""
-        found = await self.part.call("stage", unquantized)
-        self.counts = {key: sum(f[key] for f in found) for key in found[0]}
+        self.staged = await self.part.call("stage", unquantized)
+        scheme = "" if self.quantization is None else self.quantization.label
         return Manifest(
             version=version,
             tensors=self.specs,
             num_bytes=num_bytes(self.specs),
-            changed_share=self.counts["changed"] / max(self.counts["total"], 1),
-            scheme="" if self.quantization is None else self.quantization.label,
+            changed_share=sum(s.changed for s in self.staged) / max(sum(s.total for s in self.staged), 1),
+            scheme=scheme,
+            digests=weights.add_digests(s.digests[scheme] for s in self.staged),
         )
 
     def plain(self, version: int) -> Manifest:
         """Manifest of the unquantized form that was staged with a version."""
         return Manifest(
-            version=version, tensors=self.plain_specs, num_bytes=num_bytes(self.plain_specs), changed_share=math.nan
+            version=version,
+            tensors=self.plain_specs,
+            num_bytes=num_bytes(self.plain_specs),
+            changed_share=math.nan,
+            digests=weights.add_digests(s.digests[""] for s in self.staged),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -109,7 +115,8 @@ class Learner:
         modules = {n.rpartition(".")[0] for n in low_bit}
         plain = {n: s for n, s in self.plain_specs.items() if n.removesuffix(".weight") in modules}
         return {
-            "quant/changed_codes_share": self.counts["changed_codes"] / max(self.counts["total_codes"], 1),
+            "quant/changed_codes_share": sum(s.changed_codes for s in self.staged)
+            / max(sum(s.total_codes for s in self.staged), 1),
             "quant/published_bytes": float(num_bytes(self.specs)),
             "quant/bf16_bytes": float(num_bytes(self.plain_specs)),
             "quant/layers_bytes_share": num_bytes(low_bit) / max(num_bytes(plain), 1),

@@ -15,7 +15,7 @@ from forge.actors.base import ForgeActor
 from forge.config import Device, GrpoConfig
 from forge.mesh import concurrent_endpoint, current_rank
 from forge.quant import Format
-from forge.types import ActivationScale, Episode, Group, Manifest, StepStats, TensorSpec
+from forge.types import ActivationScale, Episode, Group, Manifest, Staged, StepStats, TensorSpec
 
 if TYPE_CHECKING:
     from forge.engine_titan import TitanTrainer
@@ -69,20 +69,24 @@ class Trainer(ForgeActor):
         return await self._run(self.trainer.logprobs, episodes)
 
     @concurrent_endpoint
-    async def stage(self, unquantized: bool) -> dict[str, int]:
-        """Freeze the current weights for publishing, with quantized ones unquantized as well if asked for.
+    async def stage(self, unquantized: bool) -> Staged:
+        """Freeze the current weights for publishing, with quantized ones unquantized as well if asked for."""
+        return await self._run(self._stage, unquantized)
 
-        Returns:
-            elements of this rank: "changed" and "total", "changed_codes" and "total_codes".
-        """
-        published = await self._run(partial(self.trainer.stage, unquantized=unquantized))
+    def _stage(self, unquantized: bool) -> Staged:
+        published = self.trainer.stage(unquantized=unquantized)
         label = "" if self.trainer.quantization is None else self.trainer.quantization.label
         self.staged = {label: published.shards}
         if unquantized:
             both = {**published.shards, **published.unquantized}  # an int8 weight has the name of the plain one
             self.staged[""] = {n: t for n, t in both.items() if n in self.plain}
-        names = ("changed", "total", "changed_codes", "total_codes")
-        return {n: getattr(published, n) for n in names}
+        return Staged(
+            changed=published.changed,
+            total=published.total,
+            changed_codes=published.changed_codes,
+            total_codes=published.total_codes,
+            digests={scheme: weights.digests(shards) for scheme, shards in self.staged.items()},
+        )
 
     @concurrent_endpoint
     async def publish(self, manifest: Manifest) -> None:

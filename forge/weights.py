@@ -13,12 +13,13 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from forge.errors import PartDied, PartFailed
+from forge.digest import digest
+from forge.errors import PartDied, PartFailed, WeightsMismatch
 from forge.mesh import FRAME_LIMIT, SupervisionError, endpoint
 from forge.types import Manifest
 
@@ -116,23 +117,66 @@ async def put(store: str, key: str, shards: Mapping[str, Any]) -> None:
 
 
 async def get(store: str, manifest: Manifest) -> dict[str, Any]:
-    """Read all of a version as full tensors, in the manifest's order.
+    """Read all of a version as full tensors, in the manifest's order, and check their digests.
 
     Raises:
         PartFailed: a tensor of the manifest is not in the store.
+        WeightsMismatch: a tensor is not what was published, also when it is read once more.
     """
-    names = _stored(manifest)
+    tensors = await _read(store, manifest, _stored(manifest))
+    damaged = await asyncio.to_thread(_damaged, manifest, tensors)
+    if damaged:
+        tensors |= await _read(store, manifest, damaged)
+        damaged = await asyncio.to_thread(_damaged, manifest, {n: tensors[n] for n in damaged})
+    if damaged:
+        raise WeightsMismatch(
+            "weight store",
+            f"version {manifest.version} is not what was published: {len(damaged)} tensors have another digest, also "
+            f"when read once more: {', '.join(damaged[:3])}; the version before it stays live",
+        )
+    return {
+        name: tensors[name] if name in tensors else torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        for name, spec in manifest.tensors.items()
+    }
+
+
+async def _read(store: str, manifest: Manifest, names: list[str]) -> dict[str, Any]:
     try:
         with _store_errors("get"):
             found = await _gather(torchstore.get(_key(manifest.key, n), store_name=store) for n in names)
     except KeyError as error:
         reason = str(error).splitlines()[0][:300]
         raise PartFailed("weight store", f"version {manifest.version} is not complete in the store: {reason}") from None
-    tensors = dict(zip(names, found, strict=True))
-    return {
-        name: tensors[name] if name in tensors else torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        for name, spec in manifest.tensors.items()
-    }
+    return dict(zip(names, found, strict=True))
+
+
+def _damaged(manifest: Manifest, tensors: Mapping[str, Any]) -> list[str]:
+    """Names of tensors that do not have the manifest's digest."""
+    return [name for name, tensor in tensors.items() if digest(tensor) != manifest.digests.get(name)]
+
+
+def digests(shards: Mapping[str, Any]) -> dict[str, int]:
+    """Digest of each of a rank's shards: DTensors sharded by rows, or whole tensors."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    found: dict[str, int] = {}
+    for name, shard in shards.items():
+        first = 0
+        if isinstance(shard, DTensor):
+            _, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+            first = offset[0]
+        found[name] = digest(getattr(shard, "_local_tensor", shard), first_row=first)
+    return found
+
+
+def add_digests(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Digests of whole tensors from those of every rank's shards."""
+    total: dict[str, int] = {}
+    for one in of_ranks:
+        for name, value in one.items():
+            total[name] = (total.get(name, 0) + value) % 2**64
+    return total
 
 
 @contextlib.contextmanager

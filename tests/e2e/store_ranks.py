@@ -12,6 +12,7 @@ import torch
 
 from forge import weights
 from forge.actors.base import ForgeActor
+from forge.digest import digest
 from forge.engine_titan import leaves_a_rank_empty
 from forge.errors import ForgeError
 from forge.mesh import concurrent_endpoint, current_rank, spawn
@@ -38,7 +39,8 @@ def manifest(version: int, names: list[str] | None = None) -> Manifest:
     specs = {
         n: TensorSpec(shape=TENSORS[n][0], dtype=str(TENSORS[n][1]).removeprefix("torch.")) for n in names or TENSORS
     }
-    return Manifest(version=version, tensors=specs, num_bytes=0, changed_share=1.0)
+    digests = {n: digest(full(n, version)) for n in specs}
+    return Manifest(version=version, tensors=specs, num_bytes=0, changed_share=1.0, digests=digests)
 
 
 class Writer(ForgeActor):
@@ -53,7 +55,7 @@ class Writer(ForgeActor):
         dist.init_process_group("gloo", init_method=f"file://{self.rendezvous}", rank=rank, world_size=self.ranks)
 
     @concurrent_endpoint
-    async def put(self, version: int) -> None:
+    async def put(self, version: int, fault: str = "") -> dict[str, int]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -64,7 +66,17 @@ class Writer(ForgeActor):
                 shards[name] = distribute_tensor(full(name, version), mesh, [Shard(0)])
             elif current_rank().rank == 0:
                 shards[name] = full(name, version)
+        found = weights.digests(shards)
+        if fault == "flipped bit" and current_rank().rank == self.ranks - 1:
+            wide = shards["wide"]
+            wide = getattr(wide, "_local_tensor", wide)
+            wide.view(torch.int16)[-1, -1] ^= 1
+        if fault == "stale" and current_rank().rank == 0:
+            vector = shards["vector"]
+            vector = getattr(vector, "_local_tensor", vector)
+            vector.copy_(full("vector", version - 1)[: len(vector)])
         await weights.put(STORE, manifest(version).key, shards)
+        return found
 
 
 class Reader(ForgeActor):
@@ -103,12 +115,16 @@ async def main(ranks: int) -> dict[str, Any]:
         await writer.call("setup")
         found: dict[str, Any] = {}
         for version in (1, 2):
-            await writer.call("put", version)
+            of_ranks = await writer.call("put", version)
+            found["digests"] = weights.add_digests(of_ranks) == manifest(version).digests
             store.committed(manifest(version))
         found["equal"] = [await reader.call_one("get", v) for v in (1, 2)]
         await store.free_before(2)
         found["keys"] = await reader.call_one("keys")
         found["freed"] = await reader.call_one("get_missing", 1)
+        for version, fault in ((4, "flipped bit"), (5, "stale")):
+            await writer.call("put", version, fault)
+            found[fault] = await reader.call_one("get_missing", version)
         os.environ[weights.FRAME_LIMIT] = "100000"
         try:
             await weights.put(STORE, manifest(3).key, {"wide": full("wide", 3)})

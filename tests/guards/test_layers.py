@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = [  # lowest first: a module imports from its own layer and from lower ones
-    ("basics", "types errors formats jsonl redact"),
+    ("basics", "types errors formats jsonl redact digest"),
     ("config", "config"),
     ("algorithms", "rows data model_folder hf_folder reward advantage buffer batch loss rounding quant metrics"),
     (
         "reports",
-        "bench parity runfolder charts report report_data report_figures report_calibration quant_report "
+        "bench parity plan runfolder charts report report_data report_figures report_calibration quant_report "
         "progress tracker",
     ),
     (

@@ -1,0 +1,43 @@
+"""Digests of tensors that shards can be summed to, so that no rank needs the whole tensor.
+
+    digest = sum over words i of  bits[i] * (i * M | 1)   mod 2^64
+
+Each word's factor is odd, so a change of one word always changes the sum, by whatever bits; factors differ, so words
+that trade places do, too. It guards against faults (a flipped bit, a lost, stale or misplaced shard), not against
+someone who means to deceive.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+M = 0x9E3779B97F4A7C15 - 2**64
+"""An odd 64-bit number without pattern (2^64 over the golden ratio), as int64 holds it."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**20
+"""Words at a time, which bounds memory."""
+
+
+def digest(tensor: Tensor, *, first_row: int = 0) -> int:
+    """Digest of a tensor, or of some of its rows; 0 to 2^64 - 1. Digests of its shards add up, mod 2^64, to its own.
+
+    Args:
+        tensor: [rows, ...] of any dtype.
+        first_row: index of its first row in the whole tensor.
+    """
+    flat = tensor.detach().reshape(-1)
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    size = 8 if row_bytes % 8 == 0 else tensor.element_size()  # of whole rows alone, so all shards choose the same
+    if flat.storage_offset() * tensor.element_size() % size:
+        flat = flat.clone()
+    words = flat.view(WORDS[size])
+    start = first_row * row_bytes // size
+    total = 0
+    for at in range(0, words.numel(), CHUNK):
+        part = words[at : at + CHUNK].long()
+        factors = torch.arange(start + at, start + at + part.numel(), device=part.device).mul_(M).bitwise_or_(1)
+        total += int(factors.mul_(part).sum())
+    return total % 2**64

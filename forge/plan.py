@@ -1,0 +1,163 @@
+"""What a configuration will start, before anything is: processes, batch arithmetic, age bound, memory. Without torch.
+
+Memory of a part is an estimate of its peak: parameters with what hangs on them, the largest micro-batch's logits, and
+what its libraries take when they are imported. docs/log.md compares it with what runs took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.config import Device, GrpoConfig
+from forge.model_folder import read_header, weight_map
+from forge.quant import Plan
+
+GIB = 2**30
+LIBRARIES_GIB = {"trainer": 0.7, "generator": 1.4, "reference": 0.7, "calibrator": 0.7, "reward": 0.5, "store": 0.3}
+"""Resident memory of a part that has loaded no model, as measured on x86-64 Linux."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGIT_COPIES = 3
+"""float32 copies of the logits that are alive at once: logits, log-softmax and gradient."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Sizes:
+    """A model in numbers, from the headers of its files."""
+
+    parameters: int
+    """Elements of all tensors, a tied head counted once."""
+    linear: int
+    """Elements of the quantized linear layers; 0 without quantization."""
+    vocabulary: int
+    hidden: int
+    layers: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PlannedPart:
+    """One kind of process."""
+
+    name: str
+    processes: int
+    where: str
+    """"cpu", or which GPUs of the host in order of starting."""
+    gib: float | None
+    """Estimated peak of one process; None where the model is not at hand."""
+
+
+def sizes(folder: Path, plan: Plan | None) -> Sizes:
+    """Read a checked model folder's headers."""
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    where = weight_map(folder)
+    headers = {shard: read_header(folder / shard) for shard in set(where.values())}
+    elements = {n: math.prod(headers[shard][n]["shape"]) for n, shard in where.items()}
+    if config.get("tie_word_embeddings", False):
+        elements.pop("lm_head.weight", None)
+    return Sizes(
+        parameters=sum(elements.values()),
+        linear=sum(elements[f"{n}.weight"] for n in plan.quantized) if plan is not None else 0,
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+    )
+
+
+def parts(config: GrpoConfig, model: Sizes | None, bits: int = 16) -> list[PlannedPart]:
+    """Every process of the run but the controller, in order of starting.
+
+    Args:
+        model: None where it is not at hand; parts then have no estimate.
+        bits: of a quantized weight.
+    """
+    c = config
+    on_gpu = c.placement.device is Device.gpu
+    gpus = iter(range(10**9))
+
+    def place(count: int) -> str:
+        if not on_gpu or count == 0:
+            return "cpu"
+        taken = [next(gpus) for _ in range(count)]
+        return f"gpu {taken[0]}" if count == 1 else f"gpu {taken[0]} to {taken[-1]}"
+
+    def gib(kind: str, elements: float) -> float | None:
+        return None if model is None else LIBRARIES_GIB[kind] + elements / GIB
+
+    p = model.parameters if model else 0
+    linear = model.linear if model else 0
+    served = ITEMSIZE[c.generator.dtype.value]
+    published = (p - linear) * served + linear * bits / 8
+    shard = p / c.trainer.ranks
+    quantized = c.quant.scheme != "none"
+    # weights, gradients and two moments in float32; what is published, and what was, to count changes
+    state = shard * (4 + 4 + 8) + 2 * published / c.trainer.ranks
+    found = [PlannedPart(name="weight store", processes=1, where="cpu", gib=gib("store", 2 * published))]
+    if quantized:
+        held = 4 * p + linear  # weights in float32, and the last calibration's codes
+        found.append(
+            PlannedPart(name="calibrator", processes=1, where=place(1), gib=gib("calibrator", held + _logits(c, model)))
+        )
+    found.append(
+        PlannedPart(
+            name="trainer",
+            processes=c.trainer.ranks,
+            where=place(c.trainer.ranks),
+            gib=gib("trainer", state + _logits(c, model)),
+        )
+    )
+    cache = c.generator.kv_cache_gib * GIB if not on_gpu else 0.0
+    found += [
+        PlannedPart(
+            name=f"generator {i}",
+            processes=1,
+            where=place(c.generator.tensor_parallel),
+            gib=gib("generator", 2 * published + cache),  # a version arrives beside the live one
+        )
+        for i in range(c.generator.replicas)
+    ]
+    if c.algo.kl > 0:
+        found.append(
+            PlannedPart(name="reference", processes=1, where=place(1), gib=gib("reference", 4 * p + _logits(c, model)))
+        )
+    workers = c.reward.workers
+    found.append(PlannedPart(name="reward", processes=1 + workers, where="cpu", gib=gib("reward", 0)))
+    return found
+
+
+def _logits(config: GrpoConfig, model: Sizes | None) -> float:
+    """Bytes of one micro-batch: logits of trained tokens, and what each block keeps for the backward pass."""
+    if model is None:
+        return 0.0
+    trained = config.trainer.micro_batch * config.sampling.max_new_tokens
+    blocks = 1 if config.trainer.activation_checkpointing else model.layers
+    return trained * 4.0 * (LOGIT_COPIES * model.vocabulary + 16 * blocks * model.hidden)
+
+
+def arithmetic(config: GrpoConfig) -> list[tuple[str, str]]:
+    """How a step is cut up, each line with the numbers it comes from."""
+    c = config
+    per_rank = math.ceil(c.episodes_per_step / c.trainer.ranks)
+    batches = math.ceil(per_rank / c.trainer.micro_batch)
+    slots = (c.async_.max_age + 1) * c.prompts_per_step
+    return [
+        ("episodes a step", f"{c.prompts_per_step} prompts x {c.group_size} = {c.episodes_per_step}"),
+        ("of one rank", f"{c.episodes_per_step} / {c.trainer.ranks} ranks, at most {per_rank}"),
+        ("micro-batches of a rank", f"{per_rank} / {c.trainer.micro_batch}, rounded up: {batches}"),
+        ("optimizer steps", str(c.steps)),
+        ("completions in all", f"{c.steps} x {c.episodes_per_step} = {c.steps * c.episodes_per_step}"),
+        ("groups under way", f"(max_age {c.async_.max_age} + 1) x {c.prompts_per_step} = {slots}"),
+        ("requests under way", f"{slots} x {c.group_size} = {slots * c.group_size}, of which an engine decodes "
+                               f"{c.generator.max_running} at once"),
+        ("age of trained groups", f"at most {c.age_bound} steps"),
+        ("checkpoints", f"every {c.checkpoint.every} steps, {c.checkpoint.keep} kept" if c.checkpoint.every else "off"),
+    ]  # fmt: skip
+
+
+def total_gib(planned: Iterable[PlannedPart]) -> float | None:
+    """Estimated peak of all processes together."""
+    found = [None if p.gib is None else p.gib * (p.processes if p.name == "trainer" else 1) for p in planned]
+    return None if any(g is None for g in found) else sum(g for g in found if g is not None)
