@@ -109,26 +109,27 @@ def test_generator_reward_reference_and_calibrator_are_started_anew(tmp_path: Pa
     assert set(Path("/dev/shm").iterdir()) - before == set()
 
 
-@pytest.mark.parametrize("victim", ["trainer", "weight store"])
-def test_a_part_that_holds_weights_brings_the_run_back_to_its_last_checkpoint(victim: str, tmp_path: Path) -> None:
-    out, killed = [], False
+def test_parts_that_hold_weights_bring_the_run_back_to_its_last_checkpoint(tmp_path: Path) -> None:
+    victims = {"step 3/": "trainer", "step 6/": "weight store"}
+    out: list[str] = []
     with subprocess.Popen(
         [sys.executable, "-m", "forge.apps", "grpo", *SMALL, "steps=8", "checkpoint.every=2"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
-        timer = threading.Timer(300, process.kill)
+        timer = threading.Timer(400, process.kill)
         timer.start()
         assert process.stdout is not None
         for line in process.stdout:
             out.append(line)
-            if "step 5/" in line and not killed:
-                killed = True
-                os.kill(pid_of(process.pid, victim), signal.SIGKILL)
+            if (due := next((v for v in victims if v in line), None)) is not None:
+                os.kill(pid_of(process.pid, victims.pop(due)), signal.SIGKILL)
         timer.cancel()
     text = "".join(out)
-    assert killed, text
+    assert not victims, text
     assert process.returncode == 0, text
-    assert "going back to the last checkpoint (1 of max_restarts=3)" in text
+    for part, count in (("trainer", 1), ("weight store", 2)):
+        assert f"{part}: its process died" in text
+        assert f"going back to the last checkpoint ({count} of max_restarts=3)" in text
     check_invariants(tmp_path / "runs/grpo/f", steps=8, bound=0)
 
 
