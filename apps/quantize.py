@@ -25,6 +25,7 @@ from typing import Any
 from forge.config import GrpoConfig, QuantConfig, load_config
 from forge.errors import ConfigError, PartFailed, RefusedInput
 from forge.progress import Progress
+from forge.quant import Format, Quantization
 
 SHORT = {
     "scheme": "quant.scheme",
@@ -45,9 +46,12 @@ async def quantize(config: GrpoConfig, args: argparse.Namespace, arch: str | Non
     started = time.monotonic()
     checkpoint, scales = _checkpoint(args.run) if args.run else (None, {})
     model, dataset, _ = check_inputs(config, None)
+    format = None if args.format is None else Format(args.format)
+    if arch is None and format is not None:
+        _quantization(config).check_format(format)
     target = Path(args.target or Path(config.out) / "quantize" / (config.name or f"{config.model.name}-{args.scheme}"))
-    _claim(target)
-    prompts = [dataset.prompt(i) for i in range(min(config.calibration.samples, config.data.rows))]
+    _claim(target if arch is None else target.with_suffix(".pt2"))
+    prompts = [dataset.prompt(i) for i in range(min(config.calibration.samples, len(dataset)))]
     rows = _with_answers(prompts, model, max_len=config.model.max_len)
     with Progress(total_steps=0, title=f"quantize {config.model.name}: {args.scheme}") as progress:
         if arch is not None:
@@ -58,7 +62,7 @@ async def quantize(config: GrpoConfig, args: argparse.Namespace, arch: str | Non
             if args.rollouts:
                 progress.stage("sampling rollouts to calibrate on")
                 rows = await _rollouts(config, model, prompts, logs)
-            result = await _convert(config, model, rows, checkpoint, scales, target, args.format, logs, stack, progress)
+            result = await _convert(config, model, rows, checkpoint, scales, target, format, logs, stack, progress)
             write_layer_report(target, result["layers"], title=f"{config.model.name}, {args.scheme}")
             progress.note(f"quantized {len(result['plan'].quantized)} of "
                           f"{len(result['plan'].quantized) + len(result['plan'].left)} linears")  # fmt: skip
@@ -76,19 +80,17 @@ async def _convert(
     checkpoint: Path | None,
     scales: dict[str, Any],
     target: Path,
-    format_name: str | None,
+    format: Format | None,
     logs: Path,
     stack: AsyncExitStack,
     progress: Progress,
 ) -> dict[str, Any]:
     """Smooth, calibrate and write in a calibration actor; returns what the proof and the reports need."""
     from forge.actors.calibrator import start_smoothed
-    from forge.quant import Format, Quantization
     from forge.quant.calibration import Gate
 
-    quantization = Quantization.of(config.quant)
-    assert quantization is not None
-    format = quantization.scheme.formats[0] if format_name is None else Format(format_name)
+    quantization = _quantization(config)
+    format = format or quantization.scheme.formats[0]
     progress.stage("loading")
     if checkpoint is not None:  # smoothed before it was trained
         config = replace(config, quant=replace(config.quant, smooth=0.0))
@@ -201,10 +203,23 @@ async def _pt2(
     )
 
 
+def _quantization(config: GrpoConfig) -> Quantization:
+    found = Quantization.of(config.quant)
+    assert found is not None
+    return found
+
+
 def _claim(target: Path) -> None:
+    """Refuse a target that exists or could not be written at the end."""
     if target.exists():
         raise ConfigError(f"--target {target} exists: choose another, or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--target {target} cannot be written ({reason}): choose a folder that can") from None
 
 
 def _with_answers(prompts: Sequence[Any], model: Path, *, max_len: int) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forge.errors import ConfigError, ModelFolderError
+from forge.errors import ModelFolderError
 from forge.quant.grid import dequantize, weight_codes, weight_scale
 from forge.quant.pack import compressed_tensors_config, engine_tensors, pack
 from forge.quant.scheme import Format, Plan, Quantization
@@ -40,12 +40,7 @@ def check_exportable(
         ConfigError: the scheme has no such format.
         ModelFolderError: a layer of a static scheme has no activation scale.
     """
-    formats = quantization.scheme.formats
-    if format not in formats:
-        raise ConfigError(
-            f"{quantization.scheme.name} cannot be written as {format.value}: it can be as "
-            f"{' or '.join(f.value for f in formats)}"
-        )
+    quantization.check_format(format)
     if quantization.scheme.static and (missing := sorted(set(plan.quantized) - set(scales))):
         raise ModelFolderError(f"no activation scale for {', '.join(missing[:5])} ({len(missing)} layers): calibrate")
 

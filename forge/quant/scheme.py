@@ -169,6 +169,18 @@ class Quantization:
         group = f" group_size={self.group_size}" if self.scheme.grouped else ""
         return f"{self.scheme.name}{group} layers={self.layers} skip={self.skip}"
 
+    def check_format(self, format: Format) -> None:
+        """Refuse a format that the scheme cannot be written in.
+
+        Raises:
+            ConfigError: naming those it can be written in.
+        """
+        if format not in self.scheme.formats:
+            raise ConfigError(
+                f"{self.scheme.name} cannot be written as {format.value}: it can be as "
+                f"{' or '.join(f.value for f in self.scheme.formats)}"
+            )
+
     def selects(self, module: str) -> bool:
         """True when the linear layer of this name is quantized."""
         return bool(

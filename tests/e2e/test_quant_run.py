@@ -205,15 +205,23 @@ def test_a_forced_accuracy_drop_rolls_back_and_switches_to_qat(tmp_path: Path) -
         (("model=tiny", "scheme=int5"), "quant.scheme must be one of"),
         (("model=tiny",), "scheme must be set"),
         (("--run", "nowhere"), "config file nowhere/config.yaml"),
+        (("model=tiny", "scheme=int8_static", "--format", "torchao"), "int8_static cannot be written as torchao"),
+        (("model=tiny", "scheme=int8_dynamic", "--target", "/proc/x"), "--target /proc/x cannot be written"),
+        (("model=tiny", "scheme=int8_dynamic", "data=empty.jsonl"), "empty.jsonl holds no rows"),
+        (("model=tiny", "scheme=x86_static", "--target", "quant_rewards"), "quant_rewards.pt2 exists"),
         (("model=tiny", "scheme=int8_static", "calibration.min_rows=9", "samples=8"), "min_rows=9 is more than"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused_at_once(
-    forge: Callable[..., Any], arguments: tuple[str, ...], says: str
+    forge: Callable[..., Any], arguments: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
+    for name in ("empty.jsonl", "quant_rewards.pt2"):
+        (tmp_path / name).touch()
     done = forge("quantize", *arguments)
     assert done.status == 2, done.out
     assert says in done.out
+    assert "loading" not in done.out
+    assert "Traceback" not in done.out
 
 
 def test_pt2e_and_torchao_exports_from_the_command(forge: Callable[..., Any], tmp_path: Path) -> None:
