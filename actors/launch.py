@@ -226,8 +226,11 @@ class Run:
             return
         first = recalibration.quantization.scheme.static and not recalibration.gate.scales
         manifest = await self._learner.stage_forms(self.version, unquantized=first)
-        plain = self._learner.plain(self.version)
-        manifest = await recalibration.start(manifest, plain) if first else recalibration.stamp(manifest)
+        if first:
+            plain = self._learner.plain(self.version)
+            manifest = await recalibration.start(manifest, plain)
+        else:
+            manifest = recalibration.stamp(manifest)
         await self._learner.set_scales(manifest.scales)
         await self._learner.publish(manifest)
         await self._pool.pull(manifest)
@@ -398,7 +401,9 @@ async def launch(
     started = time.monotonic() if started is None else started
     on_stage("checking model and data")
     model, dataset, resume = await asyncio.to_thread(check_inputs, config, reward)
-    folder = RunFolder.create(Path(config.out), "grpo", config.name, resume=resume is not None)
+    folder = RunFolder.create(Path(config.out), "grpo", config.name, resume=config.resume != "never")
+    if resume is None and config.resume == "auto":
+        folder.truncate_after(0)  # a run that ended before its first checkpoint begins anew, under its name
     folder.write_config(to_yaml(config))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
