@@ -11,6 +11,7 @@ APPS = {
     "quantize": "quantize a model folder or a run's checkpoint",
     "verify": "check an exported quantized folder against its proof",
     "fetch": "get a model that Forge can build from a package",
+    "chaos": "kill random parts of small jobs and check what must hold",
     "bench": "measure Forge against its peers and limits",
 }
 

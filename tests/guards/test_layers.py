@@ -18,7 +18,7 @@ LAYERS = [  # lowest first: a module imports from its own layer and from lower o
     (
         "loop and adapters",
         "fetch inputs weights engine_vllm engine_vllm_quant engine_titan engine_titan_model engine_titan_files "
-        "engine_titan_calibrator mesh service checkpoint recalibration loop testing",
+        "engine_titan_calibrator mesh service checkpoint chaos recalibration loop testing",
     ),
     ("actors", "actors"),
     ("launch", "actors.launch"),
