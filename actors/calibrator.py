@@ -86,7 +86,7 @@ class Calibrator(Trainer):
         self, sequences: Sequence[Sequence[int]], scales: Mapping[str, ActivationScale] | None
     ) -> list[list[float]]:
         """Log-prob of every token but the first, by the quantized policy with these scales or the unquantized one."""
-        return await self._run(self.trainer.score, sequences, scales)
+        return await self._run(self.trainer.score_as, sequences, scales)
 
     @concurrent_endpoint
     async def decode(self, completions: Sequence[Sequence[int]]) -> list[str]:

@@ -44,20 +44,19 @@ class Generator(ForgeActor):
         """Fetch a version and swap it in; the old one stays live if anything does not fit.
 
         Returns:
-            seconds spent: "fetch", and "swap" (the engine standing still).
+            seconds spent: "fetch", and what `EngineThread.load` returns.
         """
         assert self.engine is not None
         self.engine.check(manifest)
         start = time.perf_counter()
         tensors = await weights.get(self.store, manifest)
         fetched = time.perf_counter()
-        swap = await self.thread.load(manifest, tensors)
-        return {"fetch": fetched - start, "swap": swap}
+        return {"fetch": fetched - start} | await self.thread.load(manifest, tensors)
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> float:
         """Swap in weights that come with the call, for measurements; returns the seconds the engine stood still."""
-        return await self.thread.load(manifest, tensors)
+        return (await self.thread.load(manifest, tensors))["swap"]
 
     @concurrent_endpoint
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

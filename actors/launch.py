@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 RECENT_BATCHES = 8
 """Batches whose rollouts a calibration can draw from."""
+SAVE_TIMEOUT_S = 10.0
+"""How long the end of a run waits for a checkpoint that is being written."""
+CANARY_ROWS, CANARY_TOKENS = 4, 64
+"""Prompts, and of each the first tokens, that a generator with new weights must score as the trainer does."""
 FIRST_ROLLOUTS = 64
 """Rollouts sampled to calibrate a static scheme before training."""
 
@@ -87,7 +91,12 @@ class Run:
         self._recent: deque[list[Group]] = deque(maxlen=RECENT_BATCHES)
         self._rows: list[dict[str, float]] = []
         self._evaluations: list[Evaluation] = []
-        self._checkpoints = checkpoint.Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
+        self._saves = checkpoint.BackgroundSaves(
+            checkpoint.Checkpoints(folder.checkpoints, keep=config.checkpoint.keep),
+            snapshot=self._snapshot,
+            write=lambda partial: trainer.call("write_snapshot", partial),
+            warn=log.warning,
+        )
         self._trackers = open_trackers(
             folder.path,
             tensorboard=config.tracker.tensorboard,
@@ -112,6 +121,8 @@ class Run:
                 self.version = step.version
                 every = self.config.eval.every
                 metrics = dict(step.metrics) | self._learner.metrics()
+                metrics |= {f"checkpoint/{part}_seconds": s for part, s in self._saves.seconds.items()}
+                metrics["failures/checkpoints"] = float(self._saves.failed)
                 due = every and step.step % every == 0 and step.step < self.config.steps
                 if due and (result := await self.evaluate()) is not None:
                     metrics["eval/mean_reward"] = result.mean_reward
@@ -119,8 +130,9 @@ class Run:
                 self.folder.append_metrics({"step": step.step, **metrics})
                 self._trackers.log(step.step, metrics)
                 if self.config.checkpoint.every and step.step % self.config.checkpoint.every == 0:
-                    await self.save_checkpoint()
+                    await self._saves.start()
                 yield replace(step, metrics=metrics)
+        await self._saves.settle()
 
     def _record_batch(self, batch: list[Group], version: int) -> None:
         self._recent.append(batch)
@@ -304,17 +316,25 @@ class Run:
         return target
 
     async def save_checkpoint(self) -> Path:
-        """Write a checkpoint of the trainer's last finished step, which an interrupted run may not have seen yet."""
-        partial = self._checkpoints.begin()
-        (version, *_) = await self._trainer.call("save_state", partial)
-        state = checkpoint.RunState(
+        """Write a checkpoint of the trainer's last finished step, which an interrupted run may not have seen yet.
+
+        Raises:
+            PartFailed: it cannot be written; earlier ones stay.
+        """
+        await self._saves.start()
+        final = await self._saves.result()
+        assert final is not None
+        return final
+
+    async def _snapshot(self) -> checkpoint.RunState:
+        (version, *_) = await self._trainer.call("snapshot")
+        return checkpoint.RunState(
             step=version,
             seed=self.config.seed,
             prompts_per_step=self.config.prompts_per_step,
             order=self._loop.buffer.order(version),
             calibration=self._recalibration.gate.state() if self._recalibration else {},
         )
-        return self._checkpoints.commit(partial, state)
 
     async def summary(self, status: str) -> dict[str, Any]:
         """The numbers of the run, as in summary.json."""
@@ -343,6 +363,7 @@ class Run:
             "peak_rss_gib_by_part": memory,
             "failures": {
                 "reward": self._loop.failed_episodes,
+                "checkpoints": self._saves.failed,
                 **{f"{name} restarts": count for name, count in self._cast.restarts.items()},
                 **self.folder.statistics(),
                 **self._trackers.statistics(),
@@ -354,6 +375,8 @@ class Run:
 
     async def finish(self, status: str) -> dict[str, Any]:
         """Write summary.json, samples.json and report.html; returns the summary."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._saves.settle(), SAVE_TIMEOUT_S)
         summary = await self.summary(status)
         self.folder.write_summary(summary)
         if len(self._evaluations) > 1:
@@ -419,7 +442,8 @@ async def launch(
             raise
         finally:
             on_stage("closing")
-            with contextlib.suppress(ForgeError, asyncio.CancelledError):
+            # a run that failed is told about its failure, not about the records that failed with it
+            with contextlib.suppress(*(() if status == "done" else (ForgeError, asyncio.CancelledError))):
                 await run.finish(status)
 
 
@@ -474,7 +498,11 @@ async def _spawn_cast(
         *([calibrator.call("setup")] if calibrator and not smoothed.exists() else []),
         *([reference.call("setup")] if reference else []),
     )
-    learner = Learner(trainer, store, specs, quantization, config.generator.dtype.value)
+    canary = [dataset.prompt(i).token_ids[:CANARY_TOKENS] for i in range(CANARY_ROWS)]
+    learner = Learner(
+        trainer, store, specs, quantization, config.generator.dtype.value,
+        pinned=[p for p in canary if len(p) > 1] if config.generator.canary_max_gap else (),
+    )  # fmt: skip
     pool = GeneratorPool([Replica(g) for g in generators], respawn=cast.respawn, max_restarts=config.max_restarts)
     watch = asyncio.create_task(pool.watch(hang_timeout_s=config.hang_timeout_s))
     stack.push_async_callback(pool.close)

@@ -18,6 +18,7 @@ from forge.recalibration import Verified
 from forge.service import OnePart, Worker
 from forge.types import (
     ActivationScale,
+    Canary,
     Completion,
     Episode,
     Group,
@@ -62,6 +63,7 @@ class Learner:
         specs: what an unquantized version holds.
         quantization: of what generators serve.
         served: dtype of what is not quantized.
+        pinned: token ids that every version is scored on, for generators to compare; none: it is not.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Learner:
         specs: dict[str, TensorSpec],
         quantization: Quantization | None,
         served: str,
+        pinned: Sequence[Sequence[int]],
     ) -> None:
         self.part, self.store, self.plain_specs, self.quantization = part, store, specs, quantization
         self.specs = specs if quantization is None else quantized_specs(specs, quantization, served=served)
+        self.pinned = tuple(map(tuple, pinned))
         self.staged: list[Staged] = []
         self.due: Callable[[int], bool] = lambda version: False
         """Whether a version is calibrated before it goes live, and so staged unquantized as well."""
@@ -86,7 +90,8 @@ class Learner:
 
     async def stage_forms(self, version: int, *, unquantized: bool) -> Manifest:
         """Freeze a version as generators serve it and, if asked, unquantized as well."""
-        self.staged = await self.part.call("stage", unquantized)
+        self.staged = await self.part.call("stage", unquantized, self.pinned)
+        scored = self.staged[0].canary
         scheme = "" if self.quantization is None else self.quantization.label
         return Manifest(
             version=version,
@@ -95,6 +100,7 @@ class Learner:
             changed_share=sum(s.changed for s in self.staged) / max(sum(s.total for s in self.staged), 1),
             scheme=scheme,
             digests=weights.add_digests(s.digests[scheme] for s in self.staged),
+            canary=Canary(token_ids=self.pinned, logprobs=scored) if scored else None,
         )
 
     def plain(self, version: int) -> Manifest:

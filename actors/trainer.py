@@ -19,6 +19,7 @@ from forge.types import ActivationScale, Episode, Group, Manifest, Staged, StepS
 
 if TYPE_CHECKING:
     from forge.engine_titan import TitanTrainer
+    from forge.engine_titan_files import Snapshot
 
 
 class Trainer(ForgeActor):
@@ -37,6 +38,7 @@ class Trainer(ForgeActor):
         # One thread for all work on the model: collectives of the ranks stay in the order of the calls.
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="titan")
         self.staged: dict[str, dict[str, Any]] = {}
+        self.taken: Snapshot | None = None
 
     @concurrent_endpoint
     async def setup(self) -> dict[str, TensorSpec]:
@@ -69,11 +71,15 @@ class Trainer(ForgeActor):
         return await self._run(self.trainer.logprobs, episodes)
 
     @concurrent_endpoint
-    async def stage(self, unquantized: bool) -> Staged:
-        """Freeze the current weights for publishing, with quantized ones unquantized as well if asked for."""
-        return await self._run(self._stage, unquantized)
+    async def stage(self, unquantized: bool, pinned: Sequence[Sequence[int]]) -> Staged:
+        """Freeze the current weights for publishing, with quantized ones unquantized as well if asked for.
 
-    def _stage(self, unquantized: bool) -> Staged:
+        Args:
+            pinned: token ids that the policy is scored on, for generators to compare; none: it is not.
+        """
+        return await self._run(self._stage, unquantized, pinned)
+
+    def _stage(self, unquantized: bool, pinned: Sequence[Sequence[int]]) -> Staged:
         published = self.trainer.stage(unquantized=unquantized)
         label = "" if self.trainer.quantization is None else self.trainer.quantization.label
         self.staged = {label: published.shards}
@@ -86,6 +92,7 @@ class Trainer(ForgeActor):
             changed_codes=published.changed_codes,
             total_codes=published.total_codes,
             digests={scheme: weights.digests(shards) for scheme, shards in self.staged.items()},
+            canary=tuple(map(tuple, self.trainer.canary(pinned))) if pinned else (),
         )
 
     @concurrent_endpoint
@@ -120,15 +127,24 @@ class Trainer(ForgeActor):
         return await self._run(save_quantized, self.trainer, target, format, scales)
 
     @concurrent_endpoint
-    async def save_state(self, folder: Path) -> int:
-        """Write this rank's part of a checkpoint; returns its version."""
-        return await self._run(self._save_state, folder)
+    async def snapshot(self) -> int:
+        """Copy this rank's part of a checkpoint; returns its version."""
+        return await self._run(self._snapshot)
 
-    def _save_state(self, folder: Path) -> int:
-        from forge.engine_titan_files import save_state
+    def _snapshot(self) -> int:
+        from forge.engine_titan_files import snapshot
 
-        save_state(self.trainer, folder)
+        self.taken = snapshot(self.trainer)
         return self.trainer.version
+
+    @concurrent_endpoint
+    async def write_snapshot(self, folder: Path) -> None:
+        """Write the copy and let go of it; may run beside the next steps."""
+        from forge.engine_titan_files import write_snapshot
+
+        taken, self.taken = self.taken, None
+        assert taken is not None
+        await asyncio.to_thread(write_snapshot, taken, folder)
 
     @concurrent_endpoint
     async def load_state(self, folder: Path) -> int:

@@ -6,15 +6,16 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
-from forge.actors.launch import Run, launch
 from forge.checkpoint import Checkpoints
 from forge.config import GrpoConfig
 from forge.errors import PartDied
-from forge.parity import read_parity
-from forge.progress import Progress
-from forge.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from forge.actors.launch import Run
+    from forge.progress import Progress
+    from forge.runfolder import RunFolder
 
 RESTORED = ("trainer", "weight store")
 """Parts that hold the newest weights: when one dies, the run goes back to its last checkpoint."""
@@ -22,6 +23,9 @@ RESTORED = ("trainer", "weight store")
 
 async def run(config: GrpoConfig, started: float) -> None:
     """Train to the end, from the last checkpoint again when a part that holds weights dies."""
+    from forge.actors.launch import launch  # imports torch: seconds that a refused configuration does not cost
+    from forge.progress import Progress
+
     restarts = 0
     with Progress(total_steps=config.steps, title=f"GRPO {config.model.name}") as progress:
         while True:
@@ -67,6 +71,8 @@ async def pipeline(job: Run, progress: Progress) -> None:
     elif config.checkpoint.export:
         progress.stage(f"exporting {config.quant.scheme} and checking it in a fresh vLLM")
         target = await job.export()
+        from forge.parity import read_parity
+
         found = read_parity(target)
         progress.note(
             f"quantized model in {target}: log-probs differ by {found['exported_vs_served']['mean']:.5f} from "

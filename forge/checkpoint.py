@@ -9,16 +9,20 @@ safetensors and JSON only: nothing of a checkpoint is ever unpickled.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forge.buffer import DataOrder
 from forge.errors import ConfigError, PartFailed
+from forge.model_folder import read_header
 
 PARTIAL = ".partial"
 
@@ -49,32 +53,54 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._replaced = folder / f"replaced{PARTIAL}"
+        with contextlib.suppress(ConfigError, OSError):  # killed while a checkpoint took the place of its namesake
+            self._replaced.rename(folder / f"step-{read_state(self._replaced).step}")
 
     def begin(self) -> Path:
-        """A fresh folder for the trainer's files; not a checkpoint until `commit`."""
+        """A fresh folder for the trainer's files; not a checkpoint until `commit`.
+
+        Raises:
+            PartFailed: it cannot be made.
+        """
+        self.discard()
         partial = self.folder / f"writing{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise PartFailed("checkpoint", f"{partial} cannot be made: {error.strerror}") from None
         return partial
 
     def commit(self, partial: Path, state: RunState) -> Path:
-        """Make it a checkpoint, then remove what is older than the newest `keep`."""
-        with (partial / "state.json").open("w") as file:
-            json.dump(asdict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync_folder(partial)
-        final = self.folder / f"step-{state.step}"
-        replaced = self.folder / f"replaced{PARTIAL}"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():  # the same step again: it stays on disk until the new one has its name
-            final.rename(replaced)
-        partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        _fsync_folder(self.folder)
+        """Make it a checkpoint, then remove what is older than the newest `keep`.
+
+        Raises:
+            PartFailed: a file of it is cut short, or the disk refuses; older checkpoints stay.
+        """
+        try:
+            for part in partial.glob("*.safetensors"):
+                read_header(part)
+            with (partial / "state.json").open("w") as file:
+                json.dump(asdict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            _fsync_folder(partial)
+            final = self.folder / f"step-{state.step}"
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            if final.exists():  # the same step again: it stays on disk until the new one has its name
+                final.rename(self._replaced)
+            partial.rename(final)
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            _fsync_folder(self.folder)
+        except (OSError, ValueError) as error:
+            raise PartFailed("checkpoint", f"step {state.step}: {error}") from None
         for old in self.complete()[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
+
+    def discard(self) -> None:
+        """Remove what was begun and not committed, to give its space back."""
+        shutil.rmtree(self.folder / f"writing{PARTIAL}", ignore_errors=True)
 
     def complete(self) -> list[Path]:
         """All complete checkpoints, oldest first."""
@@ -88,6 +114,75 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
         return next(reversed(self.complete()), None)
+
+
+class BackgroundSaves:
+    """Writes one checkpoint at a time beside training. A save that fails is warned about and counted, and costs no
+    earlier checkpoint; the next one is tried as usual.
+
+    Args:
+        snapshot: copies the state of training; the only part that training waits for.
+        write: writes the copy into a folder.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        snapshot: Callable[[], Awaitable[RunState]],
+        write: Callable[[Path], Awaitable[object]],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.checkpoints, self._snapshot, self._write, self._warn = checkpoints, snapshot, write, warn
+        self._writing: asyncio.Task[Path] | None = None
+        self.failed = 0
+        """Saves that did not become a checkpoint."""
+        self.seconds: dict[str, float] = {}
+        """Of the last save: "copy", in which training waits, and "write", beside it."""
+
+    async def start(self) -> None:
+        """Copy the state and begin to write it, once the save before is done."""
+        await self.settle()
+        start = time.perf_counter()
+        state = await self._snapshot()
+        self.seconds["copy"] = time.perf_counter() - start
+        self._writing = asyncio.create_task(self._finish(state))
+
+    async def settle(self) -> None:
+        """Wait for the save that is being written."""
+        try:
+            await self.result()
+        except PartFailed as error:
+            self._warn(f"{error}; this checkpoint is missing, earlier ones are whole")
+
+    async def result(self) -> Path | None:
+        """The checkpoint that is being written; None if there is none.
+
+        Raises:
+            PartFailed: it could not be written.
+        """
+        if self._writing is None:
+            return None
+        try:
+            final = await asyncio.shield(self._writing)
+        except PartFailed:
+            self._writing = None
+            self.failed += 1
+            raise
+        self._writing = None
+        return final
+
+    async def _finish(self, state: RunState) -> Path:
+        start = time.perf_counter()
+        try:
+            partial = self.checkpoints.begin()
+            await self._write(partial)
+            final = await asyncio.to_thread(self.checkpoints.commit, partial, state)
+        except PartFailed:
+            self.checkpoints.discard()
+            raise
+        self.seconds["write"] = time.perf_counter() - start
+        return final
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -125,10 +220,7 @@ def check_resumable(state: RunState, *, seed: int, prompts_per_step: int, steps:
 
 
 def _fsync_folder(folder: Path) -> None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise PartFailed("checkpoint", f"{folder}: {error.strerror}") from None
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

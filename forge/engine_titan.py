@@ -26,7 +26,16 @@ from forge.quant import Plan, Quantization
 from forge.quant.layers import FakeQuantLinear, prepare
 from forge.quant.pack import codes, linear_shapes, pack
 from forge.rounding import dithered
-from forge.types import ActivationScale, Episode, Group, StepStats, TensorSpec
+from forge.types import (
+    ActivationScale,
+    Completion,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    StepStats,
+    TensorSpec,
+)
 
 
 def init_process(rank: int, world_size: int, rendezvous: str, *, on_cpu: bool, threads: int) -> None:
@@ -330,6 +339,36 @@ class TitanTrainer:
         self.reshard()
         return result
 
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], *, batch_size: int) -> list[list[float]]:
+        """Log-prob of every token of each sequence but the first, at temperature 1; the same on every rank.
+
+        Args:
+            sequences: of 2 tokens or more.
+            batch_size: how many are packed together.
+        """
+        found: list[list[float]] = []
+        for start in range(0, len(sequences), batch_size):
+            batch = [unscored(s, start + i, given=1) for i, s in enumerate(sequences[start : start + batch_size])]
+            p, logits = self.logits(batch)
+            lp, _ = token_logprobs(logits, p.target, temperature=1.0)
+            found += [lp[p.episode == i].tolist() for i in range(len(batch))]
+        self.reshard()
+        return found
+
+    def canary(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """`score` of pinned tokens by the policy that is published; empty while a static scheme has no scales yet."""
+        layers = self.prepared.values()
+        if any(layer.static is None for layer in layers) and self.quantization and self.quantization.scheme.static:
+            return []
+        trained = [layer.enabled for layer in layers]
+        self.fake_quant(True)
+        try:
+            return self.score(sequences, batch_size=len(sequences))
+        finally:
+            for layer, enabled in zip(layers, trained, strict=True):
+                layer.enabled = enabled
+
     def reshard(self) -> None:
         """Give up gathered parameters: without a backward pass nothing else does, and they are not what is saved."""
         for module in self._fsdp_modules():
@@ -397,6 +436,23 @@ class TitanTrainer:
             self.hf_name(name): TensorSpec(shape=tuple(p.shape), dtype=self.config.generator.dtype.value)
             for name, p in self.published_parameters()
         }
+
+
+def unscored(token_ids: Sequence[int], index: int, given: int = -1) -> Episode:
+    """A row as an episode of its own group: its first `given` tokens as the prompt (by default all but the last)."""
+    completion = tuple(token_ids[given:])
+    return Episode(
+        prompt=Prompt(id="", question="", answer="", token_ids=tuple(token_ids[:given])),
+        completion=Completion(
+            token_ids=completion,
+            logprobs=(0.0,) * len(completion),
+            versions=(0,) * len(completion),
+            text="",
+            finish_reason=FinishReason.LENGTH,
+        ),
+        group=index,
+        member=0,
+    )
 
 
 def _sharded_like(local: Tensor, parameter: Any) -> Any:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from forge.config import GrpoConfig
-from forge.engine_titan import TitanTrainer
-from forge.loss import token_logprobs
+from forge.engine_titan import TitanTrainer, unscored
 from forge.quant.calibration import Measurement, Observer, PolicyMeasurement, measure_layer
 from forge.quant.grid import weight_codes, weight_scale
 from forge.quant.smooth import smooth
-from forge.types import ActivationScale, Completion, Episode, FinishReason, Prompt
+from forge.types import ActivationScale, Episode
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -92,7 +91,7 @@ class TitanCalibrator(TitanTrainer):
         self.fake_quant(False)
         with self._hooked(observers):
             for start in range(0, min(len(rows), c.batch_size * c.iterations), c.batch_size):
-                self.logits([_row(r, i) for i, r in enumerate(rows[start : start + c.batch_size])])
+                self.logits([unscored(r, i) for i, r in enumerate(rows[start : start + c.batch_size])])
         return observers
 
     @contextmanager
@@ -200,22 +199,16 @@ class TitanCalibrator(TitanTrainer):
                     )
         return found
 
-    @torch.no_grad()
-    def score(
+    def score_as(
         self, sequences: Sequence[Sequence[int]], scales: Mapping[str, ActivationScale] | None
     ) -> list[list[float]]:
-        """Log-prob of every token of each sequence but the first, at temperature 1; sequences of 2 tokens or more.
+        """`score` by one of the two policies.
 
         Args:
             scales: of the quantized policy; None: the unquantized one.
         """
-        found: list[list[float]] = []
         with self.policy(scales):
-            for batch in self._batches([_row(s, i, given=1) for i, s in enumerate(sequences)]):
-                p, logits = self.logits(batch)
-                lp, _ = token_logprobs(logits, p.target, temperature=1.0)
-                found += [lp[p.episode == i].tolist() for i in range(len(batch))]
-        return found
+            return self.score(sequences, batch_size=self.config.calibration.batch_size)
 
     @torch.no_grad()
     def compare(
@@ -258,20 +251,3 @@ class TitanCalibrator(TitanTrainer):
     def _batches(self, episodes: Sequence[Episode]) -> Iterator[Sequence[Episode]]:
         size = self.config.calibration.batch_size
         return (episodes[i : i + size] for i in range(0, len(episodes), size))
-
-
-def _row(token_ids: Sequence[int], index: int, given: int = -1) -> Episode:
-    """A row as an episode of its own group: its first `given` tokens as the prompt (by default all but the last)."""
-    completion = tuple(token_ids[given:])
-    return Episode(
-        prompt=Prompt(id="", question="", answer="", token_ids=tuple(token_ids[:given])),
-        completion=Completion(
-            token_ids=completion,
-            logprobs=(0.0,) * len(completion),
-            versions=(0,) * len(completion),
-            text="",
-            finish_reason=FinishReason.LENGTH,
-        ),
-        group=index,
-        member=0,
-    )

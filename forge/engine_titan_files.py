@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,27 +113,56 @@ def _drain(trainer: TitanTrainer, tensors: Iterator[tuple[str, Tensor]]) -> None
     dist.barrier()
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Snapshot:
+    """One rank's part of a checkpoint, in memory: training may go on while it is written."""
+
+    file: str
+    """Name of its file."""
+    tensors: dict[str, Tensor]
+    """Copies on the CPU of master weights, moments and step, by "kind:name"."""
+    metadata: dict[str, str]
+
+
 @torch.no_grad()
-def save_state(trainer: TitanTrainer, folder: Path) -> None:
-    """Write this rank's master weights, moments and step as one safetensors file and fsync it."""
+def snapshot(trainer: TitanTrainer) -> Snapshot:
+    """Copy this rank's part of a checkpoint."""
+    return Snapshot(
+        file=_rank_file(trainer.rank, trainer.world_size),
+        tensors={k: v.detach().to("cpu", copy=True).contiguous() for k, v in _state(trainer).items()},
+        metadata={
+            "version": str(trainer.version),
+            "schedule": json.dumps(trainer.schedule.state_dict()),
+            "qat": json.dumps([trainer.qat_until, trainer.lr_scale]),
+        },
+    )
+
+
+def write_snapshot(taken: Snapshot, folder: Path) -> None:
+    """Write it as one safetensors file and fsync it.
+
+    Raises:
+        PartFailed: it cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _rank_file(trainer.rank, trainer.world_size)
-    metadata = {
-        "version": str(trainer.version),
-        "schedule": json.dumps(trainer.schedule.state_dict()),
-        "qat": json.dumps([trainer.qat_until, trainer.lr_scale]),
-    }
-    save_file({k: v.contiguous() for k, v in _state(trainer).items()}, path, metadata=metadata)
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    path = folder / taken.file
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(taken.tensors, path, metadata=taken.metadata)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except (OSError, SafetensorError) as error:
+        raise PartFailed("checkpoint", f"{path} cannot be written: {error}") from None
 
 
 @torch.no_grad()
 def load_state(trainer: TitanTrainer, folder: Path) -> None:
-    """Restore what `save_state` wrote, also on another number of ranks.
+    """Restore what `write_snapshot` wrote, also on another number of ranks.
 
     Raises:
         PartFailed: a file of the checkpoint is missing or holds other tensors than this model.

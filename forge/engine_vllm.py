@@ -21,11 +21,11 @@ from typing import Any
 
 from forge.config import Device, GrpoConfig, Swap
 from forge.engine_vllm_quant import engine_arguments, load_quantized
-from forge.errors import WeightsMismatch
+from forge.errors import CanaryFailed, WeightsMismatch
 from forge.model_folder import read_header, weight_map
 from forge.quant import Quantization
 from forge.quant.pack import linear_shapes, quantized_specs
-from forge.types import Completion, FinishReason, Manifest, SamplingRequest, TensorSpec
+from forge.types import Canary, Completion, FinishReason, Manifest, SamplingRequest, TensorSpec
 
 MISSING_LOGPROB = math.nan
 """Stands for a log-prob the engine did not give; such a token is fed to the trainer but not trained."""
@@ -77,6 +77,7 @@ class VllmEngine:
         self.version = 0
         self.scale_version = 0
         self.max_len = config.model.max_len
+        self.canary_max_gap = g.canary_max_gap
         self.quantization = Quantization.of(config.quant)
         self.expected = expected_tensors(folder, g.dtype.value)
         quantized: dict[str, Any] = {}
@@ -106,6 +107,8 @@ class VllmEngine:
         )
         self.tokenizer = self.engine.get_tokenizer()
         self._running: dict[str, _Running] = {}
+        self._set_aside: list[tuple[str, Completion]] = []
+        """Requests that ended while something else was waited for."""
         self._count = 0
         self.sampled_tokens = 0
 
@@ -132,13 +135,18 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
-        """True while requests are running or waiting."""
-        return self.engine.has_unfinished_requests()
+        """True while requests are running or waiting, or finished ones were not fetched."""
+        return bool(self._set_aside) or self.engine.has_unfinished_requests()
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one engine step; returns the requests it finished."""
+        earlier, self._set_aside = self._set_aside, []
+        return earlier + self._finished(self.engine.step())
+
+    def _finished(self, outputs: Sequence[Any]) -> list[tuple[str, Completion]]:
+        """Note what requests sampled; those that ended."""
         finished: list[tuple[str, Completion]] = []
-        for output in self.engine.step():
+        for output in outputs:
             running = self._running[output.request_id]
             (delta,) = output.outputs
             new = list(delta.token_ids)
@@ -225,7 +233,7 @@ class VllmEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of every token of each sequence but the first, at temperature 1, by the live weights.
 
-        Runs in this thread beside nothing else; for parity checks and tests.
+        Requests that are running go on beside it.
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -239,10 +247,32 @@ class VllmEngine:
         found: dict[str, list[float]] = {}
         while len(found) < len(ids):
             for output in self.engine.step():
-                if output.finished:
+                if output.request_id in self._running:
+                    self._set_aside += self._finished([output])
+                elif output.finished:
                     entries = output.prompt_logprobs[1:]
                     found[output.request_id] = _logprobs(output.prompt_token_ids[1:], entries)
         return [found[i] for i in ids]
+
+    def check_canary(self, canary: Canary) -> float:
+        """Score the pinned tokens by the live weights; returns the mean |log-prob difference| to the trainer, in nats.
+
+        Names, shapes and digests say that the right tensors arrived; this says that the engine computes with them.
+
+        Raises:
+            CanaryFailed: it is above `generator.canary_max_gap`, or not a number.
+        """
+        own = self.score(canary.token_ids)
+        pairs = [p for o, c in zip(own, canary.logprobs, strict=True) for p in zip(o, c, strict=True)]
+        gap = sum(abs(a - b) for a, b in pairs) / len(pairs)
+        if not gap <= self.canary_max_gap:
+            raise CanaryFailed(
+                f"generator {self.replica}",
+                f"with version {self.version} it scores {len(pairs)} pinned tokens {gap:.3f} nats a token off the "
+                f"trainer, above generator.canary_max_gap={self.canary_max_gap:g}: it does not compute with the "
+                "weights that were trained",
+            )
+        return gap
 
 
 def _refresh_tied_head(worker: Any) -> None:
@@ -345,16 +375,25 @@ class EngineThread:
             self._wake.notify()
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
-    async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> float:
-        """Swap weights; returns the seconds the engine stood still."""
+    async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, float]:
+        """Swap weights and check the canary before anything sampled with them is handed out.
 
-        def swap(engine: VllmEngine) -> float:
+        Returns:
+            "swap", seconds that the engine stood still; where there is a canary, "canary_seconds" and "canary_gap".
+        """
+
+        def swap(engine: VllmEngine) -> dict[str, float]:
             start = time.perf_counter()
             engine.load(manifest, tensors)
-            return time.perf_counter() - start
+            swapped = time.perf_counter()
+            found = {"swap": swapped - start}
+            if manifest.canary is not None:
+                found["canary_gap"] = engine.check_canary(manifest.canary)
+                found["canary_seconds"] = time.perf_counter() - swapped
+            return found
 
-        seconds: float = await self._call(swap, idle=self._swap is Swap.boundary)
-        return seconds
+        found: dict[str, float] = await self._call(swap, idle=self._swap is Swap.boundary)
+        return found
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens by the live weights, when nothing else runs."""
@@ -432,6 +471,9 @@ class EngineThread:
             call = self._calls.popleft()
         try:
             call.future.set_result(call.function(engine))
+        except CanaryFailed as error:
+            self._fail(error)  # what runs is told as well: nothing that it sampled may reach the trainer
+            call.future.set_exception(error)
         except Exception as error:
             call.future.set_exception(error)
 

@@ -7,6 +7,7 @@ ForgeError
 │   └── ModelFolderError    a model folder that is missing, incomplete or of a family Forge cannot train
 └── PartFailed              a part of a running job failed; exit 1, the part is named
     ├── PartDied            its process is gone; some parts are started anew
+    │   └── CanaryFailed    a generator computes otherwise than the trainer: it is started anew as well
     ├── WeightsMismatch     a published version and a reader do not agree on names, shapes or dtypes
     ├── StalenessExceeded   a group older than the promised bound reached the trainer
     ├── TooManyFailures     a tolerated failure happened more often than its cap allows
@@ -72,6 +73,10 @@ class PartFailed(ForgeError):
 
 class PartDied(PartFailed):
     """A process of the part is gone, or was killed because it did not move."""
+
+
+class CanaryFailed(PartDied):
+    """A generator computes otherwise than the trainer on the weights it took; it serves nothing any more."""
 
 
 class WeightsMismatch(PartFailed):

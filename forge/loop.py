@@ -263,6 +263,7 @@ class GrpoLoop:
             "time/pull_seconds": live - published,
             "weights/fetch_seconds": seconds.get("fetch", 0.0),
             "weights/swap_seconds": seconds.get("swap", 0.0),
+            **{f"weights/{key}": seconds[key] for key in ("canary_seconds", "canary_gap") if key in seconds},
         }
 
     def _check_failures(self, batch: Sequence[Group]) -> None:

@@ -16,6 +16,7 @@ import logging
 import math
 import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
@@ -394,8 +395,10 @@ def _task_entries(config: DataConfig, seed: int) -> Iterator[_Raw]:
 
 def _task(task: str, args: Mapping[str, Any], rows: int, seed: int) -> Any:
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a library of its own, when it is compiled
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(f"data.task={task} needs reasoning-gym: pip install reasoning-gym") from error
     if task not in DATASETS:

@@ -198,6 +198,17 @@ class Staged:
     total_codes: int
     digests: Mapping[str, Mapping[str, int]]
     """forge.digest of this rank's shards, by the manifest's scheme and tensor name."""
+    canary: tuple[tuple[float, ...], ...] = ()
+    """Log-probs of the pinned tokens, equal on every rank; see `Canary`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Canary:
+    """Pinned tokens and what the trainer makes of them, for a reader to compare with what it makes of them."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of every token of each sequence but the first, in nats at temperature 1, as the published policy computes."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -220,6 +231,8 @@ class Manifest:
     """Activation scales by Hugging Face module name; they travel with the weights, so both go live at once."""
     digests: Mapping[str, int] = field(default_factory=dict)
     """forge.digest of every tensor, made by its writers; a reader that finds another refuses the version."""
+    canary: Canary | None = None
+    """None for a form that no generator serves, and before a static scheme has its first scales."""
 
     @property
     def key(self) -> str:

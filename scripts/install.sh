@@ -39,7 +39,7 @@ started=$(date +%s)
 stage() { printf 'install: %4ds  %s\n' "$(($(date +%s) - started))" "$*"; }
 
 # --no-deps: the lock is complete, and pip would refuse it (torchstore's metadata pins an older torch).
-# --no-compile: byte code for the part of 3 GB that is ever imported comes with the first import.
+# --no-compile: byte code is made at the end, by all cores.
 pip() { .venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-compile "$@" >>"$LOG" 2>&1; }
 
 explain() { grep -v '^WARNING' "$LOG" | tail -n 15 >&2; fail "$1 (above: the end of $LOG); run the same command again to retry"; }
@@ -81,6 +81,11 @@ pip -r "$LOCK" || explain "the packages of $LOCK could not be installed"
 
 stage "Forge"
 link_forge
+
+# A run starts a process for every part of it. Without byte code on disk each of them compiles all that it imports, twice
+# the time to start; where PYTHONDONTWRITEBYTECODE is set, as in many containers, no import would ever write it.
+stage "byte code"
+.venv/bin/python -m compileall -q -j 0 .venv/lib >>"$LOG" 2>&1 || true   # some packages ship files for other Pythons
 
 stage "importing everything once"
 .venv/bin/python scripts/check_stack.py 2>>"$LOG" || explain "the environment is incomplete"

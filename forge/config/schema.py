@@ -222,6 +222,9 @@ class GeneratorConfig:
     """GPUs an engine is split over."""
     threads: int = 0
     """CPU threads of an engine; 0 takes all cores of the machine."""
+    canary_max_gap: float = 1.0
+    """Largest mean |log-prob difference| to the trainer, in nats, on pinned prompt tokens after each new version. A
+    generator above it is started anew. 0 does not check."""
 
     def problems(self) -> Iterator[str]:
         if self.replicas < 1:
@@ -236,6 +239,8 @@ class GeneratorConfig:
             yield f"generator.tensor_parallel must be at least 1, got {self.tensor_parallel}"
         if self.threads < 0:
             yield f"generator.threads must be 0 (all cores) or more, got {self.threads}"
+        if not self.canary_max_gap >= 0:
+            yield f"generator.canary_max_gap must be 0 (no check) or more nats, got {self.canary_max_gap}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -90,7 +90,10 @@ def main() -> None:
                 results.append(len(rows))
             except RefusedInput as error:
                 results.append(str(error))
-        elif kind in ("save_hf", "save_state", "load_state"):
+        elif kind == "save_state":
+            files.write_snapshot(files.snapshot(trainer), Path(action["path"]))
+            results.append(trainer.version)
+        elif kind in ("save_hf", "load_state"):
             getattr(files, kind)(trainer, Path(action["path"]))
             results.append(trainer.version)
         else:

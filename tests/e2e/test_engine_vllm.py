@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from forge.config import Swap, load_config
 from forge.engine_vllm import EngineThread, VllmEngine, expected_tensors
-from forge.errors import WeightsMismatch
-from forge.types import FinishReason, Manifest, SamplingRequest
+from forge.errors import CanaryFailed, WeightsMismatch
+from forge.types import Canary, FinishReason, Manifest, SamplingRequest
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -200,9 +201,9 @@ async def test_the_thread_serves_requests_and_loads_together(engine: VllmEngine,
     request = [SamplingRequest(token_ids=PROMPTS[2], temperature=1.0, max_new_tokens=60, seed=s) for s in range(8)]
     running = asyncio.ensure_future(thread.generate(request))
     await asyncio.sleep(0)
-    seconds = await thread.load(manifest(engine, 4), changed(two_ends, 8))
+    found = await thread.load(manifest(engine, 4), changed(two_ends, 8))
     completions = await running
-    assert seconds > 0
+    assert found["swap"] > 0
     assert len(completions) == 8
     assert {v for c in completions for v in c.versions} <= {0, 4}
     assert all(all(math.isfinite(x) for x in c.logprobs) for c in completions)
@@ -227,3 +228,56 @@ async def test_at_request_boundaries_a_completion_has_one_version(engine: VllmEn
     assert {v for c in before for v in c.versions} == {0}
     assert {v for c in after for v in c.versions} == {6}
     thread.close()
+
+
+def canary(weights: dict[str, torch.Tensor], folder: Path) -> Canary:
+    """What Hugging Face's model makes of the pinned tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.load_state_dict(weights, strict=False)
+    rows = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            lp = model(ids).logits[0, :-1].log_softmax(-1)
+        rows.append(tuple(lp.gather(-1, ids[0, 1:, None])[:, 0].tolist()))
+    return Canary(token_ids=tuple(PROMPTS), logprobs=tuple(rows))
+
+
+async def test_an_engine_that_computes_with_other_weights_hands_out_nothing_more(
+    engine: VllmEngine, two_ends: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    monkeypatch.setattr(engine, "canary_max_gap", 0.01)  # log-probs of a random model are all alike
+    thread = EngineThread(lambda: engine, swap=Swap.in_flight)
+    await thread.start()
+    new = changed(two_ends, 11)
+    good = replace(manifest(engine, 5), canary=canary(new, two_ends))
+    long = [SamplingRequest(token_ids=PROMPTS[1], temperature=1.0, max_new_tokens=100, ignore_eos=True, seed=1)]
+    short = [replace(long[0], max_new_tokens=2)]
+    running = asyncio.ensure_future(thread.generate(long + short))
+    await asyncio.sleep(0.05)
+    found = await thread.load(good, new)
+    assert found["canary_gap"] < 1e-4
+    assert [len(c.token_ids) for c in await running] == [100, 2]
+    cut_short = asyncio.ensure_future(thread.generate(long))
+    await asyncio.sleep(0.05)
+    with pytest.raises(CanaryFailed, match=r"version 6 it scores 33 pinned tokens .* off the trainer, above generator"):
+        await thread.load(replace(good, version=6), changed(two_ends, 12))
+    with pytest.raises(CanaryFailed):
+        await cut_short
+    thread.close()
+    while engine.busy:  # what was running goes to its end unread
+        engine.step()
+
+
+def test_scoring_leaves_running_requests_as_they_are(engine: VllmEngine) -> None:
+    requests = [SamplingRequest(token_ids=p, temperature=0.0, max_new_tokens=8, ignore_eos=True) for p in PROMPTS]
+    alone, scores = engine.generate(requests), engine.score(PROMPTS)
+    ids = [engine.add(r) for r in requests]
+    engine.step()
+    assert engine.score(PROMPTS) == scores
+    done = dict(engine.step())
+    while engine.busy:
+        done |= dict(engine.step())
+    assert [done[i].token_ids for i in ids] == [c.token_ids for c in alone]

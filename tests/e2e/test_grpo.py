@@ -152,32 +152,6 @@ def test_a_failing_reward_ends_the_run_with_its_name(forge: Callable[..., Any], 
     assert "Traceback" not in done.out
 
 
-BAD = [
-    (("trainer.lerning_rate=1e-5",), "did you mean trainer.lr?"),
-    (("async.max_age=soon",), "async.max_age must be a whole number, got 'soon'"),
-    (("model=/no/such/folder",), "/no/such/folder"),
-    (("data=/no/such/file.jsonl",), "data.path=/no/such/file.jsonl does not exist"),
-    (("data=empty.jsonl",), "empty.jsonl"),
-    (("data=broken.jsonl",), "broken.jsonl:2"),
-    (("reward.name=maths",), "math"),
-    (("resume=auto", "name=null"), "resume=auto continues a named run"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "says"), BAD, ids=[" ".join(o) for o, _ in BAD])
-def test_input_that_cannot_work_is_refused_in_one_line_before_anything_loads(
-    overrides: tuple[str, ...], says: str, forge: Callable[..., Any], tmp_path: Path
-) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "broken.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": \n')
-    done = forge("grpo", *[o for o in TINY if not o.startswith("reward.name")], *overrides)
-    assert done.status == 2, done.out
-    assert says in done.out
-    assert "Traceback" not in done.out
-    assert "starting processes" not in done.out
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_script_trains_with_a_reward_of_its_own(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "short.py"
     overrides = [*TINY, "steps=6", "trainer.ranks=1", "data.heldout=0"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.errors import PartDied, PartFailed
+from forge.errors import CanaryFailed, PartDied, PartFailed
 from forge.service import GeneratorPool, Worker
 from forge.testing import FakeRollouts, fake_completion
 from forge.types import Completion, Manifest, SamplingRequest
@@ -211,6 +211,26 @@ async def test_a_replica_that_does_not_move_is_killed_and_started_anew(silent: b
     assert (await asyncio.wait_for(call, 5))[0].replica == 2
     assert first.dies.is_set()
     watch.cancel()
+
+
+async def test_a_replica_that_fails_its_canary_is_started_anew_and_its_requests_are_made_again() -> None:
+    class Stale(Mortal):
+        async def pull(self, manifest: Manifest) -> dict[str, float]:
+            self.kill()  # its running calls are told as well
+            raise CanaryFailed(self.name, "2.000 nats a token off the trainer")
+
+    fresh = Mortal(number=7)
+    fresh.gate.set()
+
+    async def respawn(index: int) -> Mortal:
+        return fresh
+
+    pool = pool_of(Stale(number=0), respawn=respawn)
+    running = asyncio.ensure_future(pool.generate([request(1)]))
+    await turns()
+    await pool.pull(manifest(3))
+    assert [c.replica for c in await running] == [7]
+    assert fresh.pulled == [3]
 
 
 async def test_the_death_of_another_part_is_not_taken_for_the_replicas() -> None:
