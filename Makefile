@@ -5,12 +5,12 @@ BIN := .venv/bin
 SUITES = $(wildcard tests/guards tests/unit tests/e2e)
 CODE = forge actors apps scripts tests examples
 
-.PHONY: help install demo bench test check lint format types guards docs dev lock clean
+.PHONY: help install demo bench test check lint format types guards audit docs dev lock clean
 
 help:
 	@echo "make demo     train a small model with GRPO on this machine; the report is runs/grpo/demo/report.html"
 	@echo "make test     all that must pass: lint, types, guards, unit and end-to-end tests"
-	@echo "make check    the quick part of it: lint, types, guards"
+	@echo "make check    the quick part of it: lint, types, guards, known vulnerabilities of the locked packages"
 	@echo "make dev      only build .venv       make format   rewrite the code in the one style"
 	@echo "make bench    compare with peers     make docs     write the generated pages"
 	@echo "make lock     newest versions that pyproject.toml allows     make clean    remove what was built"
@@ -29,7 +29,7 @@ bench: install
 test: check
 	$(BIN)/pytest $(filter-out tests/guards,$(SUITES)) $(PYTEST)
 
-check: lint types guards
+check: lint types guards audit
 
 lint: install
 	$(BIN)/ruff check $(CODE)
@@ -47,6 +47,9 @@ types: install
 
 guards: install
 	$(BIN)/pytest tests/guards
+
+audit: install
+	$(BIN)/python scripts/audit.py
 
 docs: install
 	$(BIN)/python scripts/docs.py
