@@ -81,11 +81,13 @@ def violations(
     group_size: int,
     age_bound: int,
     losses: Mapping[int, float] | None = None,
+    checkpoints: bool = True,
 ) -> list[str]:
     """What does not hold of a finished run; empty when all does. For runs in strict order (`async.window=0`).
 
     Args:
         losses: by step, of the same run undisturbed; given only where it is reproducible (`async.max_age=0`).
+        checkpoints: whether there must be any.
     """
     metrics = _lines(run / "metrics.jsonl")
     problems: list[str] = []
@@ -107,7 +109,7 @@ def violations(
             problems.append(f"step {m['step']} has loss {loss}")
         elif losses is not None and abs(loss - losses[m["step"]]) > LOSS_TOLERANCE * max(1.0, abs(loss)):
             problems.append(f"step {m['step']} has loss {loss}, undisturbed it is {losses[m['step']]}")
-    return problems + _bad_checkpoints(run / "checkpoints")
+    return problems + _bad_checkpoints(run / "checkpoints", needed=checkpoints)
 
 
 def losses_of(run: Path) -> dict[int, float]:
@@ -115,10 +117,10 @@ def losses_of(run: Path) -> dict[int, float]:
     return {m["step"]: m["loss/total"] for m in _lines(run / "metrics.jsonl")}
 
 
-def _bad_checkpoints(folder: Path) -> list[str]:
+def _bad_checkpoints(folder: Path, *, needed: bool) -> list[str]:
     problems = []
     complete = Checkpoints(folder, keep=1).complete()
-    if not complete:
+    if needed and not complete:
         problems.append("there is no complete checkpoint")
     for checkpoint in complete:
         try:

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from forge.apps.chaos import trial
+from forge.chaos import CONTROLLER, Strike, processes, violations
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -33,6 +34,8 @@ SMALL = (
     "out=runs",
     "name=f",
 )
+
+STEP = {"prompts_per_step": 2, "group_size": 4}
 
 REWARDS = """
 from forge import Episode, Reward
@@ -77,15 +80,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def check_invariants(run: Path, *, steps: int, prompts_per_step: int = 2, group_size: int = 4, bound: int) -> None:
-    """Every step once, every group whole and once, ages within the bound."""
-    metrics = lines(run / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(1, steps + 1))
-    assert all(m["age/max"] <= bound for m in metrics)
-    groups = Counter(e["group"] for e in lines(run / "rollouts.jsonl"))
-    assert groups == dict.fromkeys(range(steps * prompts_per_step), group_size)
-
-
 def test_generator_reward_reference_and_calibrator_are_started_anew(tmp_path: Path) -> None:
     overrides = [
         *SMALL, "steps=12", "async.max_age=1", "generator.replicas=2", "algo.kl=0.05", "quant.scheme=int8_static",
@@ -99,7 +93,7 @@ def test_generator_reward_reference_and_calibrator_are_started_anew(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("KILLED") == 5
     run = tmp_path / "runs/grpo/f"
-    check_invariants(run, steps=12, bound=1)
+    assert violations(run, steps=12, age_bound=1, checkpoints=False, **STEP) == []
     metrics = lines(run / "metrics.jsonl")
     assert 1 <= metrics[-1]["failures/generator_restarts"] <= 2  # the last kill may not have been noticed by then
     assert max(m["failures/reissued_requests"] for m in metrics) >= 4
@@ -110,7 +104,7 @@ def test_generator_reward_reference_and_calibrator_are_started_anew(tmp_path: Pa
 
 
 def test_parts_that_hold_weights_bring_the_run_back_to_its_last_checkpoint(tmp_path: Path) -> None:
-    victims = {"step 3/": "trainer", "step 6/": "weight store"}
+    victims = {"step 3/": "trainer", "step 6/": "weight-store"}
     out: list[str] = []
     with subprocess.Popen(
         [sys.executable, "-m", "forge.apps", "grpo", *SMALL, "steps=8", "checkpoint.every=2"],
@@ -122,7 +116,7 @@ def test_parts_that_hold_weights_bring_the_run_back_to_its_last_checkpoint(tmp_p
         for line in process.stdout:
             out.append(line)
             if (due := next((v for v in victims if v in line), None)) is not None:
-                os.kill(pid_of(process.pid, victims.pop(due)), signal.SIGKILL)
+                os.kill(processes(process.pid)[victims.pop(due)][0], signal.SIGKILL)
         timer.cancel()
     text = "".join(out)
     assert not victims, text
@@ -130,13 +124,16 @@ def test_parts_that_hold_weights_bring_the_run_back_to_its_last_checkpoint(tmp_p
     for part, count in (("trainer", 1), ("weight store", 2)):
         assert f"{part}: its process died" in text
         assert f"going back to the last checkpoint ({count} of max_restarts=3)" in text
-    check_invariants(tmp_path / "runs/grpo/f", steps=8, bound=0)
+    assert violations(tmp_path / "runs/grpo/f", steps=8, age_bound=0, **STEP) == []
 
 
-def pid_of(controller: int, part: str) -> int:
-    """The child whose log file is the part's."""
-    name = part.replace(" ", "-") + "-0.log"
-    for child in psutil.Process(controller).children(recursive=True):
-        if os.readlink(f"/proc/{child.pid}/fd/1").endswith(name):
-            return child.pid
-    raise AssertionError(f"no process writes {name}")
+@pytest.mark.parametrize(
+    ("strike", "outcome"),
+    [
+        (Strike(victim=CONTROLLER, step=3, delay_s=0.2, number=signal.SIGKILL), "resumed"),
+        (Strike(victim="generator-0", step=2, delay_s=0.1, number=signal.SIGSTOP), "recovered"),
+    ],
+    ids=["controller killed", "generator hangs"],
+)
+def test_a_strike_of_the_chaos_harness_leaves_every_invariant(strike: Strike, outcome: str, tmp_path: Path) -> None:
+    assert trial(tmp_path, "ahead", strike, {}) == ([], outcome)
