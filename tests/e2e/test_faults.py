@@ -96,7 +96,6 @@ def test_generator_reward_reference_and_calibrator_are_started_anew(tmp_path: Pa
     assert violations(run, steps=12, age_bound=1, checkpoints=False, **STEP) == []
     metrics = lines(run / "metrics.jsonl")
     assert 1 <= metrics[-1]["failures/generator_restarts"] <= 2  # the last kill may not have been noticed by then
-    assert max(m["failures/reissued_requests"] for m in metrics) >= 4
     for part in ("generator 0", "reward", "reference", "calibrator"):
         assert f"{part}: its process died" in done.stderr, done.stderr
     assert {c["step"] for c in lines(run / "calibration.jsonl")} >= {3, 6, 9}
