@@ -14,10 +14,11 @@ from forge.errors import DataError, ModelFolderError
 from forge.fetch import MODELS, fetch
 from forge.model_folder import check_model_folder, read_header, weight_map
 from forge.quant.scheme import Plan, Quantization
-from forge.reward import Reward, build_reward, gold_problem, gym_problem
+from forge.reward import Reward, build_reward, code_problem, gold_problem, gym_problem
 
 GRADABLE: dict[str, Callable[[Row], str | None]] = {
     "math": lambda row: gold_problem(row.answer),
+    "code": lambda row: code_problem(row.answer),
     "gym": lambda row: gym_problem(row.fields),
 }
 """Why a reward cannot grade a row, for the rewards that can tell beforehand."""
@@ -59,7 +60,7 @@ def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
             f"model={config.model.name} needs a local folder: download {config.model.hub_id} from the Hugging Face Hub "
             "and give model.path=FOLDER"
         )
-    compares = reward is None and config.reward.name in ("math", "exact")
+    compares = reward is None and config.reward.name in ("math", "exact", "code")
     rows = load_rows(config.data, seed=config.seed, answer_required=compares)
     if reward is None and (problem_of := GRADABLE.get(config.reward.name)) is not None:
         rows = _gradable(rows, problem_of, name=config.reward.name, skip=config.data.skip_bad_rows)

@@ -8,6 +8,7 @@ Importing this package loads no torch, math-verify or reasoning-gym; a reward lo
 from __future__ import annotations
 
 from forge.reward.base import Reward
+from forge.reward.code import CodeReward, code_problem
 from forge.reward.exact import ExactMatch, FormatReward
 from forge.reward.gym import GymReward, gym_problem
 from forge.reward.math import MathReward, gold_problem
@@ -16,6 +17,7 @@ from forge.reward.registry import REWARDS, build_reward
 
 __all__ = [
     "REWARDS",
+    "CodeReward",
     "ExactMatch",
     "FormatReward",
     "GymReward",
@@ -23,6 +25,7 @@ __all__ = [
     "Reward",
     "RewardPool",
     "build_reward",
+    "code_problem",
     "gold_problem",
     "gym_problem",
 ]

@@ -7,6 +7,7 @@ import importlib
 
 from forge.errors import ConfigError
 from forge.reward.base import Reward
+from forge.reward.code import CodeReward
 from forge.reward.exact import ExactMatch, FormatReward
 from forge.reward.gym import GymReward
 from forge.reward.math import MathReward
@@ -16,6 +17,7 @@ REWARDS: dict[str, type[Reward]] = {
     "exact": ExactMatch,
     "format": FormatReward,
     "gym": GymReward,
+    "code": CodeReward,
 }
 """The rewards that have a short name."""
 
@@ -41,6 +43,8 @@ def build_reward(name: str) -> Reward:
         raise ConfigError(f"reward {name!r} is not a subclass of forge.reward.Reward: it is {found!r}")
     try:
         return found()
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

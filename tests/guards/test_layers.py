@@ -9,7 +9,10 @@ from pathlib import Path
 LAYERS = [  # lowest first: a module imports from its own layer and from lower ones
     ("basics", "types errors formats jsonl redact digest"),
     ("config", "config"),
-    ("algorithms", "rows data model_folder hf_folder reward advantage buffer batch loss rounding quant metrics"),
+    (
+        "algorithms",
+        "sandbox rows data model_folder hf_folder reward advantage buffer batch loss rounding quant metrics",
+    ),
     (
         "reports",
         "bench parity plan runfolder charts report report_data report_figures report_calibration quant_report "

@@ -23,7 +23,7 @@ def episode(text: str, answer: str) -> Episode:
 
 
 @pytest.mark.parametrize("gold", ["5", r"\boxed{5}"])
-@pytest.mark.parametrize("name", sorted(REWARDS))
+@pytest.mark.parametrize("name", sorted(set(REWARDS) - {"code"}))  # which runs what it is given
 def test_every_named_reward_finds_a_boxed_answer_once(name: str, gold: str) -> None:
     assert build_reward(name)(episode(r"Answer: \boxed{5}", gold)) == 1.0
 
