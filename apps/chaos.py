@@ -24,6 +24,8 @@ from forge.errors import ConfigError
 STEPS, PROMPTS, MEMBERS = 6, 2, 4
 HANG_TIMEOUT_S = 15
 ENDS_WITHIN_S = 60.0
+GONE_WITHIN_S = 5.0
+"""How long processes may take to be gone after their job: workers look for their controller every second."""
 JOB = (
     "model=tiny", "data=task", "data.task=chain_sum", "data.rows=40", "data.heldout=0", f"steps={STEPS}",
     f"prompts_per_step={PROMPTS}", f"group_size={MEMBERS}", "trainer.micro_batch=4", "trainer.ranks=1",
@@ -94,7 +96,7 @@ def trial(folder: Path, kind: str, strike: Strike, losses: dict[int, float]) -> 
     if status != 0:
         outcome = "resumed"
         if strike.victim == CONTROLLER:
-            time.sleep(5)  # workers look for their controller every second
+            problems += [f"it outlived its controller: {p}" for p in still_running(folder)]
         elif seconds is not None and seconds > ENDS_WITHIN_S:
             problems.append(f"it took {seconds:.0f} s to end")
         if strike.victim != CONTROLLER and strike.victim.replace("-", " ").removesuffix(" worker") not in out:
@@ -107,22 +109,27 @@ def trial(folder: Path, kind: str, strike: Strike, losses: dict[int, float]) -> 
             folder / "runs/grpo/c", steps=STEPS, prompts_per_step=PROMPTS, group_size=MEMBERS,
             age_bound=AGE_BOUND[kind], losses=losses if kind == "synchronous" else None,
         )  # fmt: skip
-    if left := sorted(p.name for p in set(Path("/dev/shm").iterdir()) - before):
-        problems.append(f"shared memory left behind: {left[:3]}")
     if left_running := still_running(folder):
         problems.append(f"processes left behind: {left_running}")
+    if left := sorted(p.name for p in set(Path("/dev/shm").iterdir()) - before):
+        problems.append(f"shared memory left behind: {left[:3]}")
     return problems, outcome
 
 
-def still_running(folder: Path) -> list[int]:
-    """Pids that work in a trial's folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder:
-                found.append(int(entry.name))
-        except OSError:
-            continue
+def still_running(folder: Path) -> list[str]:
+    """Processes that work in a trial's folder, also `GONE_WITHIN_S` after its job ended."""
+    for _ in range(int(GONE_WITHIN_S / 0.1)):
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder:
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found.append(f"{entry.name} {command[:200]}")
+            except OSError:
+                continue
+        if not found:
+            return []
+        time.sleep(0.1)
     return found
 
 
