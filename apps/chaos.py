@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,13 +77,16 @@ def run_job(folder: Path, kind: str, strike: Strike | None, *more: str) -> tuple
 
         marker = None if strike is None else ("evaluating before" if strike.step == 0 else f"step {strike.step}/")
         assert job.stdout is not None
-        for line in job.stdout:
-            out.append(line)
-            if marker is not None and strike is not None and marker in line:
-                marker = None
-                threading.Timer(strike.delay_s, hit).start()
-        status = job.wait()
-        limit.cancel()
+        try:
+            for line in job.stdout:
+                out.append(line)
+                if marker is not None and strike is not None and marker in line:
+                    marker = None
+                    threading.Timer(strike.delay_s, hit).start()
+            status = job.wait()
+        finally:
+            limit.cancel()
+            job.terminate()
     return status, "".join(out), time.monotonic() - struck[0] if struck else None
 
 
@@ -141,6 +145,7 @@ def main(argv: Sequence[str]) -> int:
         trials, seed = _arguments(argv)
     except ConfigError as error:
         return refuse(error)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job under way ends as well
     random = Random(seed)
     log = Path("runs/chaos.jsonl")
     log.parent.mkdir(exist_ok=True)
