@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ def init_process(rank: int, world_size: int, rendezvous: str, *, on_cpu: bool, t
 
         # titan settles on cuda at import, whatever the machine has
         titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+        # all ranks are on this host; by the host's name gloo might listen on an address that others can reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     else:
         torch.cuda.set_device(0)  # each process sees its own GPU alone
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))

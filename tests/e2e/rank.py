@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from forge.advantage import with_advantages
@@ -90,6 +91,9 @@ def main() -> None:
                 results.append(len(rows))
             except RefusedInput as error:
                 results.append(str(error))
+        elif kind == "listening":
+            connections = psutil.Process().net_connections(kind="inet")
+            results.append(sorted({c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}))
         elif kind == "save_state":
             files.write_snapshot(files.snapshot(trainer), Path(action["path"]))
             results.append(trainer.version)

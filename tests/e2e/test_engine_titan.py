@@ -130,13 +130,14 @@ def test_a_checkpoint_continues_the_same_losses_also_on_other_ranks(
 ) -> None:
     path = str(tmp_path / "state")
     lr = ("trainer.lr=1e-3", "trainer.warmup_steps=3", "trainer.decay=linear")
-    *_, saved, expected = train_ranks(
+    listening, *_, saved, expected = train_ranks(
         tiny,
-        [{"do": "step"}, {"do": "step"}, {"do": "save_state", "path": path}, {"do": "step"}],
+        [{"do": "listening"}, {"do": "step"}, {"do": "step"}, {"do": "save_state", "path": path}, {"do": "step"}],
         ranks=2,
         overrides=lr,
     )
     assert saved == 2
+    assert listening == ["127.0.0.1"]  # nobody else's machine can join
     for ranks in (1, 2, 4):
         version, step = train_ranks(
             tiny, [{"do": "load_state", "path": path}, {"do": "step"}], ranks=ranks, overrides=lr

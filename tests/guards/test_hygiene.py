@@ -44,3 +44,10 @@ def test_every_relative_link_of_a_page_leads_somewhere(files: list[Path]) -> Non
     pages = [p for p in files if p.suffix == ".md"]
     broken = [f"{p}: {m}" for p in pages for m in link.findall(p.read_text()) if not (p.parent / m).exists()]
     assert not broken, "\n".join(broken)
+
+
+def test_no_wait_depends_on_the_time_of_day(modules: dict[str, Path]) -> None:
+    """A clock that is set while a run goes on moves no timeout: time of day only stamps records."""
+    stamps = {"forge.tracker", "forge.runfolder", "forge.actors.launch"}
+    of_day = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.now\(")
+    assert {m for m, path in modules.items() if of_day.search(path.read_text())} <= stamps
