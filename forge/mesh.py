@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ from forge.errors import ForgeError, PartDied, PartFailed  # noqa: E402
 __all__ = [
     "Actor",
     "Part",
-    "SupervisionError",
     "concurrent_endpoint",
     "current_rank",
     "endpoint",
     "host",
+    "names_the_dead",
     "spawn",
     "watch_faults",
 ]
@@ -91,18 +91,15 @@ class Part:
             return await getattr(self.actor, endpoint).call_one(*args)
 
     @contextlib.contextmanager
-    def _errors(self, endpoint: str) -> Any:
+    def _errors(self, endpoint: str) -> Iterator[None]:
         try:
-            yield
+            with names_the_dead(self.name, endpoint):
+                yield
         except ActorError as error:
             if isinstance(error.exception, ForgeError):
                 raise error.exception from None
             raise PartFailed(
                 self.name, f"{endpoint} failed: {error.exception!r}\n{error.exception_formatted}"
-            ) from None
-        except SupervisionError:
-            raise PartDied(
-                self.name, f"its process died during {endpoint}; its log is in logs/ of the run folder"
             ) from None
 
     async def stop(self) -> None:
@@ -116,6 +113,15 @@ class Part:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def names_the_dead(name: str, doing: str) -> Iterator[None]:
+    """Around every call that reaches another process: its death is a PartDied of `name`, not Monarch's error."""
+    try:
+        yield
+    except SupervisionError:
+        raise PartDied(name, f"its process died during {doing}; its log is in logs/ of the run folder") from None
 
 
 @functools.cache
@@ -155,9 +161,10 @@ async def spawn(
     log = str(log_dir / slug) if log_dir else None
     setup = _Bootstrap(env=dict(env or {}), log=log, parent=os.getpid(), gpus=gpus, count=count)
     procs = host().spawn_procs(per_host={"ranks": count}, bootstrap=setup, name=slug)
-    await procs.initialized
-    probe = procs.spawn(f"{slug}_pid", _Pid)
-    pids = [pid for _, pid in (await probe.pid.call()).items()]
+    with names_the_dead(name, "its start"):
+        await procs.initialized
+        probe = procs.spawn(f"{slug}_pid", _Pid)
+        pids = [pid for _, pid in (await probe.pid.call()).items()]
     return Part(name=name, procs=procs, actor=procs.spawn(slug, actor, *args), pids=pids)
 
 

@@ -8,24 +8,24 @@ manifest.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from forge.digest import digest
-from forge.errors import PartDied, PartFailed, WeightsMismatch
-from forge.mesh import FRAME_LIMIT, SupervisionError, endpoint
+from forge.errors import PartFailed, WeightsMismatch
+from forge.mesh import FRAME_LIMIT, endpoint, names_the_dead
 from forge.types import Manifest
 
 import torchstore  # isort: skip  (reads the environment that forge.mesh sets)
 import torchstore.api  # isort: skip
 
+PART = "weight store"
 CONCURRENT_TRANSFERS = 32
 """Tensors in flight at once: TorchStore's cost is latency per tensor, so they overlap."""
 FRAME_OVERHEAD = 64 * 2**10
@@ -71,7 +71,8 @@ class WeightStore:
 
     async def open(self, procs: Any) -> None:
         """Start the store on a process mesh of one process."""
-        await torchstore.initialize(num_storage_volumes=1, store_name=self.name, mesh=procs)
+        with names_the_dead(PART, "open"):
+            await torchstore.initialize(num_storage_volumes=1, store_name=self.name, mesh=procs)
 
     def committed(self, manifest: Manifest) -> None:
         """Note a version whose shards are all in the store."""
@@ -88,7 +89,8 @@ class WeightStore:
     async def _free(self, manifests: list[Manifest]) -> None:
         for manifest in manifests:
             self._live.remove(manifest)
-            await _gather(torchstore.delete(_key(manifest.key, n), store_name=self.name) for n in _stored(manifest))
+            with names_the_dead(PART, "delete"):
+                await _gather(torchstore.delete(_key(manifest.key, n), store_name=self.name) for n in _stored(manifest))
 
     async def close(self) -> None:
         """Drop everything."""
@@ -106,13 +108,13 @@ async def put(store: str, key: str, shards: Mapping[str, Any]) -> None:
         size = getattr(shard, "_local_tensor", shard).nbytes
         if size + FRAME_OVERHEAD > limit:
             raise PartFailed(
-                "weight store",
+                PART,
                 f"{name} has a shard of {size} bytes and {FRAME_LIMIT}={limit} does not let it pass in one message: "
                 "raise that environment variable or shard over more trainer.ranks",
             )
     # TorchStore cannot give back a tensor without elements; readers make those from the manifest.
     full = {name: shard for name, shard in shards.items() if shard.numel()}
-    with _store_errors("put"):
+    with names_the_dead(PART, "put"):
         await _gather(torchstore.put(_key(key, name), shard, store_name=store) for name, shard in full.items())
 
 
@@ -130,7 +132,7 @@ async def get(store: str, manifest: Manifest) -> dict[str, Any]:
         damaged = await asyncio.to_thread(_damaged, manifest, {n: tensors[n] for n in damaged})
     if damaged:
         raise WeightsMismatch(
-            "weight store",
+            PART,
             f"version {manifest.version} is not what was published: {len(damaged)} tensors have another digest, also "
             f"when read once more: {', '.join(damaged[:3])}; the version before it stays live",
         )
@@ -142,11 +144,11 @@ async def get(store: str, manifest: Manifest) -> dict[str, Any]:
 
 async def _read(store: str, manifest: Manifest, names: list[str]) -> dict[str, Any]:
     try:
-        with _store_errors("get"):
+        with names_the_dead(PART, "get"):
             found = await _gather(torchstore.get(_key(manifest.key, n), store_name=store) for n in names)
     except KeyError as error:
         reason = str(error).splitlines()[0][:300]
-        raise PartFailed("weight store", f"version {manifest.version} is not complete in the store: {reason}") from None
+        raise PartFailed(PART, f"version {manifest.version} is not complete in the store: {reason}") from None
     return dict(zip(names, found, strict=True))
 
 
@@ -177,14 +179,6 @@ def add_digests(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name, value in one.items():
             total[name] = (total.get(name, 0) + value) % 2**64
     return total
-
-
-@contextlib.contextmanager
-def _store_errors(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except SupervisionError:
-        raise PartDied("weight store", f"its process died during {doing}; see its log in the run folder") from None
 
 
 def _stored(manifest: Manifest) -> list[str]:

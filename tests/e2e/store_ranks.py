@@ -14,8 +14,8 @@ from forge import weights
 from forge.actors.base import ForgeActor
 from forge.digest import digest
 from forge.engine_titan import leaves_a_rank_empty
-from forge.errors import ForgeError
-from forge.mesh import concurrent_endpoint, current_rank, spawn
+from forge.errors import ForgeError, PartDied
+from forge.mesh import concurrent_endpoint, current_rank, spawn, watch_faults
 from forge.types import Manifest, TensorSpec
 
 TENSORS = {
@@ -105,6 +105,7 @@ class Reader(ForgeActor):
 
 
 async def main(ranks: int) -> dict[str, Any]:
+    watch_faults(lambda _: None)  # the store is killed further down
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         writer = await spawn("writer", Writer, ranks, str(logs / "rendezvous"), count=ranks, log_dir=logs)
@@ -130,8 +131,13 @@ async def main(ranks: int) -> dict[str, Any]:
             await weights.put(STORE, manifest(3).key, {"wide": full("wide", 3)})
         except ForgeError as error:
             found["too_large"] = str(error)
-        await store.close()
-        for part in (writer, reader, volume):
+        volume.kill()
+        for doing, call in (("free", store.free_before(3)), ("put", weights.put(STORE, "6:", {"one": full("one", 6)}))):
+            try:
+                await call
+            except PartDied as error:
+                found[f"{doing} from the dead"] = str(error)
+        for part in (writer, reader):
             await part.stop()
         return found
 

@@ -24,3 +24,5 @@ def test_shards_of_any_shape_come_out_as_they_went_in(ranks: int) -> None:
     assert "version 1 is not complete in the store" in found["freed"]
     assert "wide has a shard of 128128 bytes" in found["too_large"]
     assert "HYPERACTOR_CODEC_MAX_FRAME_LENGTH=100000" in found["too_large"]
+    assert found["free from the dead"].startswith("weight store: its process died during delete")
+    assert found["put from the dead"].startswith("weight store: its process died during put")
