@@ -21,7 +21,7 @@ def show(config: GrpoConfig) -> str:
     from forge.fetch import cached
     from forge.inputs import check_quantization
     from forge.model_folder import check_model_folder
-    from forge.plan import GIB, arithmetic, parts, sizes, total_gib
+    from forge.plan import GIB, PROMPT_TOKENS, arithmetic, parts, sizes, total_gib
     from forge.quant import Quantization
 
     folder = Path(config.model.path) if config.model.path else cached(config.model.name)
@@ -35,15 +35,15 @@ def show(config: GrpoConfig) -> str:
     lines = [to_yaml(config).rstrip(), "", "processes, in order of starting"]
     for part in planned:
         estimate = "?" if part.gib is None else f"{part.gib:.1f} GiB"
-        lines.append(f"  {part.name:24} {part.processes:>4} x  {part.where:14} {estimate:>10} each, at most")
+        lines.append(f"  {part.name:24} {part.processes:>4} x  {part.where:14} {estimate:>10} each")
     total = total_gib(planned)
     if total is None:
         lines.append(f"  memory is not estimated: the folder of {config.model.name} is not at hand "
                      "(`forge fetch` it, or give model.path)")  # fmt: skip
     elif config.placement.device is Device.cpu:
         machine = psutil.virtual_memory().total / GIB
-        lines.append(f"  all together about {total:.1f} GiB; this machine has {machine:.1f} GiB"
-                     + (", which is not enough" if total > machine else ""))  # fmt: skip
+        lines.append(f"  all together about {total:.1f} GiB with prompts of {PROMPT_TOKENS} tokens; this machine has "
+                     f"{machine:.1f} GiB" + (", which is not enough" if total > machine else ""))  # fmt: skip
     lines += ["", "a step"]
     lines += [f"  {name:24} {value}" for name, value in arithmetic(config)]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """What a configuration will start, before anything is: processes, batch arithmetic, age bound, memory. Without torch.
 
-Memory of a part is an estimate of its peak: parameters with what hangs on them, the largest micro-batch's logits, and
-what its libraries take when they are imported. docs/log.md compares it with what runs took.
+Memory of a process is an estimate of its peak, within a fifth of what docs/log.md measured: parameters with what hangs
+on them, the logits and activations of the largest batch, and what its libraries take when they are imported.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from forge.model_folder import read_header, weight_map
 from forge.quant import Plan
 
 GIB = 2**30
-LIBRARIES_GIB = {"trainer": 0.7, "generator": 1.4, "reference": 0.7, "calibrator": 0.7, "reward": 0.5, "store": 0.3}
+LIBRARIES_GIB = {"trainer": 0.7, "generator": 1.4, "reference": 0.7, "calibrator": 0.7, "reward": 0.5, "store": 0.5}
 """Resident memory of a part that has loaded no model, as measured on x86-64 Linux."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGIT_COPIES = 3
 """float32 copies of the logits that are alive at once: logits, log-softmax and gradient."""
+PROMPT_TOKENS = 64
+"""Length that prompts are taken to have; no dataset is read."""
+STORED_COPIES = 4
+"""Of the largest published form, in the store: two versions, and the messages that one arrives and leaves in."""
+SERVED_COPIES = 5
+"""Of each form of the weights in a generator: as read, live, packed for the kernels, arriving, and its messages."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -89,24 +95,31 @@ def parts(config: GrpoConfig, model: Sizes | None, bits: int = 16) -> list[Plann
 
     p = model.parameters if model else 0
     linear = model.linear if model else 0
-    served = ITEMSIZE[c.generator.dtype.value]
-    published = (p - linear) * served + linear * bits / 8
-    shard = p / c.trainer.ranks
     quantized = c.quant.scheme != "none"
-    # weights, gradients and two moments in float32; what is published, and what was, to count changes
-    state = shard * (4 + 4 + 8) + 2 * published / c.trainer.ranks
-    found = [PlannedPart(name="weight store", processes=1, where="cpu", gib=gib("store", 2 * published))]
+    plain = p * ITEMSIZE[c.generator.dtype.value]
+    published = (p - linear) * ITEMSIZE[c.generator.dtype.value] + linear * bits / 8
+    forms = [plain, published] if quantized else [plain]
+    store = STORED_COPIES * max(forms)
+    found = [PlannedPart(name="weight store", processes=1, where="cpu", gib=gib("store", store))]
+    sequence = PROMPT_TOKENS + c.sampling.max_new_tokens
+    # a process group of one gathers its weights as well; scoring a row needs the logits of all its tokens
+    alone = 8 * p + _batch(model, c.calibration.batch_size * sequence, c.calibration.batch_size * sequence, kept=False)
     if quantized:
-        held = 4 * p + linear  # weights in float32, and the last calibration's codes
-        found.append(
-            PlannedPart(name="calibrator", processes=1, where=place(1), gib=gib("calibrator", held + _logits(c, model)))
-        )
+        held = alone + plain + linear  # a version that arrives, and the last calibration's codes
+        found.append(PlannedPart(name="calibrator", processes=1, where=place(1), gib=gib("calibrator", held)))
+    # weights, gradients and two moments in float32; what is published, and what was, to count changes; with
+    # checkpoints, a copy of weights and moments that is written beside the next steps
+    state = 16 * p + 2 * sum(forms) + (12 * p if c.checkpoint.every else 0)
+    t = c.trainer
+    batch = _batch(
+        model, t.micro_batch * sequence, t.micro_batch * c.sampling.max_new_tokens, kept=not t.activation_checkpointing
+    )
     found.append(
         PlannedPart(
             name="trainer",
-            processes=c.trainer.ranks,
-            where=place(c.trainer.ranks),
-            gib=gib("trainer", state + _logits(c, model)),
+            processes=t.ranks,
+            where=place(t.ranks),
+            gib=gib("trainer", state / t.ranks + 4 * p + batch),  # weights are gathered on every rank
         )
     )
     cache = c.generator.kv_cache_gib * GIB if not on_gpu else 0.0
@@ -115,26 +128,27 @@ def parts(config: GrpoConfig, model: Sizes | None, bits: int = 16) -> list[Plann
             name=f"generator {i}",
             processes=1,
             where=place(c.generator.tensor_parallel),
-            gib=gib("generator", 2 * published + cache),  # a version arrives beside the live one
+            gib=gib("generator", SERVED_COPIES * sum(forms) + cache),
         )
         for i in range(c.generator.replicas)
     ]
     if c.algo.kl > 0:
-        found.append(
-            PlannedPart(name="reference", processes=1, where=place(1), gib=gib("reference", 4 * p + _logits(c, model)))
-        )
-    workers = c.reward.workers
-    found.append(PlannedPart(name="reward", processes=1 + workers, where="cpu", gib=gib("reward", 0)))
+        scored = 8 * p + _batch(model, t.micro_batch * sequence, t.micro_batch * sequence, kept=False)
+        found.append(PlannedPart(name="reference", processes=1, where=place(1), gib=gib("reference", scored)))
+    found.append(PlannedPart(name="reward", processes=1 + c.reward.workers, where="cpu", gib=gib("reward", 0)))
     return found
 
 
-def _logits(config: GrpoConfig, model: Sizes | None) -> float:
-    """Bytes of one micro-batch: logits of trained tokens, and what each block keeps for the backward pass."""
+def _batch(model: Sizes | None, tokens: int, scored: int, *, kept: bool) -> float:
+    """Bytes of one micro-batch: logits of the scored tokens, and what blocks hold of all tokens in float32.
+
+    Args:
+        kept: every block holds it, for a backward pass.
+    """
     if model is None:
         return 0.0
-    trained = config.trainer.micro_batch * config.sampling.max_new_tokens
-    blocks = 1 if config.trainer.activation_checkpointing else model.layers
-    return trained * 4.0 * (LOGIT_COPIES * model.vocabulary + 16 * blocks * model.hidden)
+    blocks = model.layers if kept else 1
+    return 4.0 * (LOGIT_COPIES * scored * model.vocabulary + 16 * blocks * tokens * model.hidden)
 
 
 def arithmetic(config: GrpoConfig) -> list[tuple[str, str]]:
@@ -159,5 +173,5 @@ def arithmetic(config: GrpoConfig) -> list[tuple[str, str]]:
 
 def total_gib(planned: Iterable[PlannedPart]) -> float | None:
     """Estimated peak of all processes together."""
-    found = [None if p.gib is None else p.gib * (p.processes if p.name == "trainer" else 1) for p in planned]
+    found = [None if p.gib is None else p.gib * p.processes for p in planned]
     return None if any(g is None for g in found) else sum(g for g in found if g is not None)
