@@ -26,7 +26,7 @@ def configured(app: str, argv: Sequence[str]) -> GrpoConfig | int:
     parser.add_argument("--config", metavar="FILE", help="a YAML file of keys; key=value on the command line wins")
     parser.add_argument("--show", action="store_true", help="print the resolved configuration and end")
     parser.add_argument("--keys", action="store_true", help="list every key with its type and end")
-    args = parser.parse_args(list(argv))
+    args = parser.parse_intermixed_args(list(argv))
     if args.keys:
         for key, kind in flatten(SCHEMAS[app]):
             sys.stdout.write(f"{key}  {getattr(kind, '__name__', kind)}\n")

@@ -260,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rollouts", action="store_true", help="calibrate on completions that the model samples")
     parser.add_argument("--format", choices=("compressed-tensors", "torchao"), help="default: what engines load")
     parser.add_argument("--target", help="folder (or .pt2 file) to write; default runs/quantize/NAME")
-    args = parser.parse_args(list(argv))
+    args = parser.parse_intermixed_args(list(argv))
     overrides = []
     for text in args.overrides:
         key, equals, value = text.partition("=")

@@ -22,6 +22,7 @@ from typing import Any
 
 from forge.buffer import DataOrder
 from forge.errors import ConfigError, PartFailed
+from forge.files import read_json
 from forge.model_folder import read_header
 
 PARTIAL = ".partial"
@@ -107,7 +108,7 @@ class Checkpoints:
         found = [
             p
             for p in self.folder.glob("step-*")
-            if p.name.removeprefix("step-").isdigit() and (p / "state.json").exists()
+            if p.name.removeprefix("step-").isdecimal() and (p / "state.json").exists()
         ]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
@@ -191,12 +192,20 @@ def read_state(checkpoint: Path) -> RunState:
     Raises:
         ConfigError: the folder is not a complete checkpoint.
     """
+    reason = "state.json is missing or holds something else"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        found = json.loads((checkpoint / "state.json").read_text())
-        return RunState(**{**found, "order": DataOrder(**found["order"])})
-    raise ConfigError(
-        f"resume={checkpoint}: not a complete checkpoint (it needs a readable state.json): give a step-N folder"
-    )
+        found = read_json(checkpoint / "state.json")
+        state = RunState(**{**found, "order": DataOrder(**found["order"])})
+        order = state.order
+        whole = [state.step, state.seed, state.prompts_per_step, order.next_group, *order.pending]
+        if all(type(n) is int and n >= 0 for n in whole) and isinstance(state.calibration, dict):
+            reason = "a file of the trainer is missing or damaged"
+            files = sorted(checkpoint.glob("trainer-*-of-*.safetensors"))
+            for file in files:
+                read_header(file)
+            if files and len(files) == int(files[0].stem.split("-")[-1]):
+                return state
+    raise ConfigError(f"resume={checkpoint}: not a complete checkpoint ({reason}): give a step-N folder of a run")
 
 
 def check_resumable(state: RunState, *, seed: int, prompts_per_step: int, steps: int) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import ForgeError, ModelFolderError, PartFailed
+from forge.files import expand
 from forge.model_folder import DIGESTS, check_model_folder, read_header, sha256
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def cached(name: str, *, cache: Path | None = None) -> Path | None:
 
 
 def _home(cache: Path | None) -> Path:
-    return (cache or Path(os.environ.get("FORGE_CACHE") or Path.home() / ".cache" / "forge")).expanduser() / "models"
+    return expand(cache or os.environ.get("FORGE_CACHE") or "~/.cache/forge") / "models"
 
 
 def summary(folder: Path) -> str:

@@ -106,10 +106,20 @@ def _tokenizer(model: Path, *, max_len: int) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        longest = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", max_len)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        longest = getattr(
+            AutoConfig.from_pretrained(model, trust_remote_code=False), "max_position_embeddings", max_len
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ModelFolderError(f"{model}: transformers cannot read it: {' '.join(str(error).split())[:300]}") from None
+        reason = (
+            "it names code of its own (auto_map), which Forge never runs"
+            if "custom code" in str(error)
+            else (f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        )
+        raise ModelFolderError(
+            f"{model}: config.json or the tokenizer's files are not what transformers expects ({reason}): "
+            "copy them again from where the model came"
+        ) from None
     if longest < max_len:
         raise ModelFolderError(
             f"{model}: the model has {longest} positions (max_position_embeddings), fewer than "

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import ModelFolderError
+from forge.files import check_regular, read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +29,9 @@ REPORTS = ("parity.json", "layers.json", "layers.md", "layers.png")
 """Files that describe a folder; they are added after it is complete and have no digest."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_DTYPES = {"F32", "F16", "BF16"}
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Of weights that can be trained, with the bytes of an element."""
+_OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "max_position_embeddings")
 _SHOWN = 5  # names listed of many
 
 
@@ -55,7 +59,7 @@ def weight_map(path: Path) -> dict[str, str]:
     """Which file of a checked folder each tensor is read from; where there is an index, it decides."""
     index = path / INDEX
     if index.exists():
-        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        found: dict[str, str] = read_json(index)["weight_map"]
         return found
     return dict.fromkeys(read_header(path / SINGLE), SINGLE)
 
@@ -66,6 +70,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: in one line, what the file is instead.
     """
+    check_regular(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -78,12 +83,24 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+            wrong = next((name for name, t in header.items() if not _fills_its_place(t)), None)
         except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise ValueError("has a broken header") from error
     if end != size:
         raise ValueError(f"has {size} bytes where its header promises {end}: copy it again")
+    if wrong is not None:
+        raise ValueError(f"has a header in which shape, dtype and place of {wrong} do not agree: copy it again")
     tensors: dict[str, dict[str, Any]] = header
     return tensors
+
+
+def _fills_its_place(tensor: Mapping[str, Any]) -> bool:
+    """Whether the bytes between a tensor's offsets are those of its shape; of unknown dtypes only their sign is."""
+    start, end = tensor["data_offsets"]
+    size = _DTYPES.get(tensor["dtype"])
+    if not (all(type(n) is int and n >= 0 for n in tensor["shape"]) and 0 <= start <= end):
+        return False
+    return size is None or end - start == math.prod(tensor["shape"]) * size
 
 
 def sha256(path: Path) -> str:
@@ -103,8 +120,10 @@ def check_digests(folder: Path) -> int:
     """
     path = folder / DIGESTS
     try:
-        listed: dict[str, str] = json.loads(path.read_text())["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+        listed: dict[str, str] = read_json(path)["sha256"]
+        if not listed or not all(isinstance(value, str) for value in listed.values()):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelFolderError(f"{folder}: {DIGESTS} is missing or damaged, so nothing can be compared") from None
     problems = [f"{folder}: {n} is missing" for n in listed if not (folder / n).is_file()]
     problems += [
@@ -126,14 +145,15 @@ def _check_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
     if config is None:
         return None
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         problems.append(f"config.json: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
         config = None
     else:
         named = config.get("architectures") or [FAMILIES[family]]
         if named != [FAMILIES[family]]:
             problems.append(f"config.json: architectures must be [{FAMILIES[family]!r}] for {family}, got {named}")
-        sizes = [key for key in _SIZES if type(config.get(key)) is not int or config[key] < 1]
+        given = [*_SIZES, *(key for key in _OPTIONAL_SIZES if config.get(key) is not None)]
+        sizes = [key for key in given if type(config.get(key)) is not int or config[key] < 1]
         if sizes:
             problems.append(f"config.json: {', '.join(sizes)} must be whole numbers above 0")
             config = None
@@ -151,10 +171,14 @@ def _check_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def not_computed(config: Mapping[str, Any]) -> Iterator[str]:
     """What the trainer would not compute as the configuration says."""
+    odd = [k for k in ("rope_scaling", "rope_parameters") if not isinstance(config.get(k) or {}, Mapping)]
+    if odd:
+        yield f"{', '.join(odd)} must be JSON objects or null"
+        return
     heads, keys = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     if not config.get("head_dim") and config["hidden_size"] % heads:
         yield f"hidden_size {config['hidden_size']} must be a multiple of num_attention_heads {heads}"
-    if type(keys) is not int or keys < 1 or heads % keys:
+    if heads % keys:
         yield f"num_attention_heads {heads} must be a multiple of num_key_value_heads {keys}"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act must be silu, got {config['hidden_act']!r}"
@@ -179,7 +203,7 @@ def _check_tokenizer(path: Path, problems: list[str]) -> None:
 def _check_weights(path: Path, problems: list[str]) -> dict[str, dict[str, Any]] | None:
     """All tensors of the folder, or None when a file is missing or broken."""
     files = {file.name: file for file in sorted(path.glob("*.safetensors"))}
-    if (path / INDEX).exists() and "model.safetensors" not in files:
+    if (path / INDEX).exists():  # engines read by it where there is one
         return _check_shards(path, files, problems)
     if "model.safetensors" in files:
         return _read_headers([files["model.safetensors"]], problems)
@@ -242,11 +266,15 @@ def _read_headers(files: Iterable[Path], problems: list[str]) -> dict[str, dict[
 
 
 def _disagreements(config: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    if config["num_hidden_layers"] > len(tensors):
+        layers = config["num_hidden_layers"]
+        yield f"config.json has num_hidden_layers {layers}, the weights have {len(tensors)} tensors"
+        return
     needed = dict(_needed(config))
     missing = sorted(needed.keys() - tensors.keys())
     if missing:
         yield f"the weights lack {len(missing)} tensors that config.json implies ({_some(missing)})"
-    odd = sorted({str(t.get("dtype")) for t in tensors.values()} - _DTYPES)
+    odd = sorted({str(t.get("dtype")) for t in tensors.values()} - _DTYPES.keys())
     if odd:
         yield f"weights of type {', '.join(odd)}: must be {', '.join(sorted(_DTYPES))}; start from an unquantized model"
     for name, shape in needed.items():
@@ -282,12 +310,12 @@ def _needed(config: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
 
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = read_json(path)
     except FileNotFoundError:
         problems.append(f"{path.name} is missing: copy it from where the model came")
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problems.append(f"{path.name} is not JSON: {error}")
     else:
         if isinstance(content, dict):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import ModelFolderError, PartFailed
+from forge.files import read_json
 
 PARITY = "parity.json"
 MAX_GAP = 0.02
@@ -91,7 +92,9 @@ def read_parity(folder: Path) -> dict[str, Any]:
         ModelFolderError: there is none, or it is damaged.
     """
     try:
-        record: dict[str, Any] = json.loads((folder / PARITY).read_text())
+        record: dict[str, Any] = read_json(folder / PARITY)
+        if not record["pinned"]:
+            raise ValueError
         for row in record["pinned"]:
             if len(row["token_ids"]) != len(row["logprobs"]) + 1:
                 raise ValueError

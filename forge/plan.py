@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.config import Device, GrpoConfig
+from forge.files import read_json
 from forge.model_folder import read_header, weight_map
 from forge.quant import Plan
 
@@ -56,9 +57,7 @@ class PlannedPart:
 
 def sizes(folder: Path, plan: Plan | None) -> Sizes:
     """Read a checked model folder's headers."""
-    import json
-
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     where = weight_map(folder)
     headers = {shard: read_header(folder / shard) for shard in set(where.values())}
     elements = {n: math.prod(headers[shard][n]["shape"]) for n, shard in where.items()}

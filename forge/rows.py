@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import DataError
+from forge.files import check_regular, expand, read_json
 
 if TYPE_CHECKING:
     from forge.config import DataConfig
@@ -226,13 +227,14 @@ _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})")
 
 
 def _file_rows(config: DataConfig) -> Iterator[_Raw]:
-    path = Path(str(config.path)).expanduser()
+    path = expand(str(config.path))
     try:
         files = _folder_files(path, config.split) if path.is_dir() else [path]
         for file in files:
             kind = file.suffix.lower()
             if not file.exists():
                 raise DataError(f"{file} does not exist: give a {' or '.join(_READERS)} file or a dataset folder")
+            check_regular(file)
             if kind == ".parquet":
                 yield from _parquet(file)
             elif kind == ".arrow":
@@ -318,12 +320,15 @@ def _batches(path: Path, batches: Any) -> Iterator[_Raw]:
 def _folder_files(path: Path, split: str) -> list[Path]:
     """The files of one split of a dataset folder, in order."""
     if (path / "dataset_dict.json").exists():
-        splits = _json_file(path / "dataset_dict.json").get("splits", [])
+        splits = _json_file(path / "dataset_dict.json").get("splits")
+        splits = splits if isinstance(splits, list) else []
         if split not in splits:
             raise DataError(f"{path} has no split {split!r}: set data.split to one of {', '.join(map(str, splits))}")
         path = path / split
     if (path / "state.json").exists():
-        listed = _json_file(path / "state.json").get("_data_files", [])
+        listed = _json_file(path / "state.json").get("_data_files")
+        if not isinstance(listed, list) or not all(isinstance(e, dict) and "filename" in e for e in listed):
+            raise DataError(f"{path / 'state.json'} does not list its _data_files by filename: copy the whole folder")
         files = [path / Path(str(entry["filename"])).name for entry in listed]
     else:
         files = _loose_files(path, split)
@@ -371,7 +376,7 @@ def _split_of(inner: Path) -> str | None:
 
 def _json_file(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

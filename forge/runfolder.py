@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import ConfigError, ForgeError
+from forge.files import expand
 from forge.jsonl import Lines, read_lines, strict, to_json, write_atomic
 from forge.metrics import NOT_FINITE
 from forge.redact import redact
@@ -89,7 +90,7 @@ class RunFolder:
         Raises:
             ConfigError: the name cannot be a folder name, is taken, in use, or the place cannot be written.
         """
-        parent = Path(root).expanduser() / app
+        parent = expand(root) / app
         if name is not None and not _NAME.fullmatch(name):
             raise ConfigError(
                 f"name must be one folder name of letters, digits and -_.+=,@ (got {name!r}); "

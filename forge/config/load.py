@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from forge.config.schema import GrpoConfig
 from forge.errors import ConfigError
+from forge.files import check_regular, path_problem
 
 SCHEMAS: dict[str, type[GrpoConfig]] = {"grpo": GrpoConfig}
 """The schema of each app that Hydra configures."""
+_PATHS = ("model.path", "data.path", "resume", "out", "name")
+"""Keys whose values become paths."""
 
 
 def load_config(app: str, overrides: Sequence[str] = (), *, file: str | Path | None = None) -> GrpoConfig:
@@ -55,6 +60,12 @@ def load_config(app: str, overrides: Sequence[str] = (), *, file: str | Path | N
         _assign(config, SCHEMAS[app], source, key, value, problems)
     loaded: GrpoConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
     problems.extend(_nonfinite(loaded))
+    paths = dict(zip(_PATHS, attrgetter(*_PATHS)(loaded), strict=True))
+    impossible = [
+        f"{k}={v[:40]!r} {problem}" for k, v in paths.items() if v is not None and (problem := path_problem(v))
+    ]
+    if impossible:  # nothing may look at them
+        raise ConfigError(problems + impossible)
     problems.extend(loaded.problems())
     if problems:
         raise ConfigError(problems)
@@ -107,6 +118,9 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[_Over
         except HydraException:
             problems.append(f"{text}: not of the form key=value (quote values that hold spaces, commas or brackets)")
             continue
+        except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+            problems.append(f"{text[:60]}…: a value of {len(text)} characters cannot be read: write a shorter one")
+            continue
         if override.is_sweep_override():
             problems.append(f"{text}: one run takes one value; start several runs for several values")
             continue
@@ -124,12 +138,17 @@ def _read_file(file: str | Path | None, problems: list[str]) -> list[_Override]:
 
     try:
         # OmegaConf's reader takes 1e-6 for a number; YAML 1.1 takes it for text
+        check_regular(Path(file))
         content = OmegaConf.to_container(OmegaConf.create(Path(file).read_text(encoding="utf-8-sig")))
     except OSError as error:
         problems.append(f"config file {file}: {error.strerror or error}")
         return []
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         problems.append(f"config file {file} is not YAML: {' '.join(str(error).split())}")
+        return []
+    except (RecursionError, ValueError) as error:
+        reason = "nested too deeply, or an anchor that holds itself" if isinstance(error, RecursionError) else error
+        problems.append(f"config file {file} cannot be read: {reason}")
         return []
     if not isinstance(content, Mapping):
         problems.append(f"config file {file} must hold keys and values, found {type(content).__name__}")
@@ -156,7 +175,7 @@ def _split(overrides: list[_Override], problems: list[str]) -> tuple[list[str], 
             values.append((source, key, value))
         elif value in options[key]:
             groups.append(f"{key}={value}")
-        elif key in ("model", "data") and isinstance(value, str) and (set(value) & set("/.") or Path(value).exists()):
+        elif key in ("model", "data") and isinstance(value, str) and _is_path(value):
             groups.append(f"{key}=local")
             values.append((source, f"{key}.path", value))
             if key == "model":
@@ -166,6 +185,10 @@ def _split(overrides: list[_Override], problems: list[str]) -> tuple[list[str], 
             own = ", or the path of a folder of your own" if key in ("model", "data") else ""
             problems.append(f"{source}: {key} must be one of {', '.join(options[key])}{own}; got {value!r}{near}")
     return groups, values
+
+
+def _is_path(value: str) -> bool:
+    return bool(set(value) & set("/.")) or path_problem(value) is not None or Path(value).exists()
 
 
 def _group_options() -> dict[str, list[str]]:
@@ -202,12 +225,20 @@ def _assign(config: Any, schema: type, source: str, key: str, value: Any, proble
     if value == "???":
         problems.append(f"{source}: {key} must be {expected}; ??? has no meaning here")
         return
-    if isinstance(value, str):
-        value = value.replace("${", "\\${")  # text is text: nothing in it is looked up
+    value = _escaped(value)
     try:
         OmegaConf.update(config, _internal(key), value, merge=False, force_add=key not in known)
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {key} must be {expected}, got {value!r} ({str(error).splitlines()[0]})")
+
+
+def _escaped(value: Any) -> Any:
+    """Text is text, however deep it lies: nothing in it is looked up."""
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    if isinstance(value, Mapping):
+        return {k: _escaped(v) for k, v in value.items()}
+    return [_escaped(v) for v in value] if isinstance(value, list) else value
 
 
 def _parts(kind: Any) -> tuple[Any, bool]:
@@ -225,7 +256,7 @@ def _fits(kind: Any, value: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
-        return isinstance(value, int | float)
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
     if kind is int:
         return isinstance(value, int)
     if kind is str:

@@ -16,6 +16,9 @@ from typing import Any
 
 from forge.config.quant import CalibrationConfig, QuantConfig, RollbackConfig
 
+MAX_PROCESSES = 4096
+"""Of one kind, in one run: more is a slip of the keyboard."""
+
 
 class Dtype(StrEnum):
     """A compute dtype, by its torch name."""
@@ -126,8 +129,8 @@ class RewardConfig:
     """Largest share of one step's episodes whose reward may fail before the run stops."""
 
     def problems(self) -> Iterator[str]:
-        if self.workers < 1:
-            yield f"reward.workers must be at least 1, got {self.workers}"
+        if not 1 <= self.workers <= MAX_PROCESSES:
+            yield f"reward.workers must be 1 to {MAX_PROCESSES}, got {self.workers}"
         if not self.timeout_s > 0:
             yield f"reward.timeout_s must be above 0 seconds, got {self.timeout_s}"
         if self.memory_mb < 64:
@@ -227,8 +230,8 @@ class GeneratorConfig:
     generator above it is started anew. 0 does not check."""
 
     def problems(self) -> Iterator[str]:
-        if self.replicas < 1:
-            yield f"generator.replicas must be at least 1, got {self.replicas}"
+        if not 1 <= self.replicas <= MAX_PROCESSES:
+            yield f"generator.replicas must be 1 to {MAX_PROCESSES}, got {self.replicas}"
         if self.max_running < 1:
             yield f"generator.max_running must be at least 1, got {self.max_running}"
         if not self.kv_cache_gib > 0:
@@ -277,8 +280,8 @@ class TrainerConfig:
     """CPU threads of a rank; 0 shares the machine's cores between ranks."""
 
     def problems(self) -> Iterator[str]:
-        if self.ranks < 1:
-            yield f"trainer.ranks must be at least 1, got {self.ranks}"
+        if not 1 <= self.ranks <= MAX_PROCESSES:
+            yield f"trainer.ranks must be 1 to {MAX_PROCESSES}, got {self.ranks}"
         if self.micro_batch < 1:
             yield f"trainer.micro_batch must be at least 1 episode, got {self.micro_batch}"
         if not self.lr > 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = [  # lowest first: a module imports from its own layer and from lower ones
-    ("basics", "types errors formats jsonl redact digest"),
+    ("basics", "types errors files formats jsonl redact digest"),
     ("config", "config"),
     (
         "algorithms",

@@ -22,12 +22,14 @@ def state(step: int) -> RunState:
 def test_a_folder_is_a_checkpoint_only_after_commit(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     partial = checkpoints.begin()
-    (partial / "trainer.safetensors").write_bytes(EMPTY)
+    (partial / "trainer-00000-of-00001.safetensors").write_bytes(EMPTY)
     assert checkpoints.latest() is None
     final = checkpoints.commit(partial, state(3))
     assert final == checkpoints.latest() == tmp_path / "step-3"
-    assert (final / "trainer.safetensors").exists()
     assert read_state(final) == state(3)
+    (final / "trainer-00000-of-00001.safetensors").unlink()
+    with pytest.raises(ConfigError, match="a file of the trainer is missing or damaged"):
+        read_state(final)
 
 
 def test_the_newest_are_kept_in_order_of_steps_not_of_names(tmp_path: Path) -> None:
@@ -75,7 +77,9 @@ def test_settings_that_would_change_the_data_order_are_refused_together() -> Non
 
 def test_a_kill_while_a_checkpoint_replaces_its_namesake_loses_neither(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.commit(checkpoints.begin(), state(4))
+    partial = checkpoints.begin()
+    (partial / "trainer-00000-of-00001.safetensors").write_bytes(EMPTY)
+    checkpoints.commit(partial, state(4))
     (tmp_path / "step-4").rename(tmp_path / "replaced.partial")  # where a kill between the two renames leaves it
     assert Checkpoints(tmp_path, keep=1).latest() == tmp_path / "step-4"
 

@@ -175,7 +175,8 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
 def test_text_is_text_and_nothing_in_it_is_looked_up(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("data:\n  system: 'cost: ${price}'\n")
-    config = load_config("grpo", ["data.template='${x} {question}'"], file=file)
+    config = load_config("grpo", ["data.template='${x} {question}'", "data.task_args={words: '${nope}'}"], file=file)
+    assert config.data.task_args == {"words": "${nope}"}
     assert config.data.system == "cost: ${price}"
     assert config.data.template == "${x} {question}"
 

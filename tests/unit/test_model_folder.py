@@ -205,3 +205,34 @@ def test_the_index_says_which_file_a_tensor_is_read_from(tmp_path):
     where = {"a": "one.safetensors", "b": "model.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     assert weight_map(tmp_path) == where
+
+
+def test_a_header_that_contradicts_itself_is_refused(folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"BF16"', b'"F32" '))
+    (found,) = problems(folder)
+    assert "shape, dtype and place of" in found
+
+
+def test_values_of_odd_types_in_config_json_are_refused(folder):
+    for key, value in (
+        ("rope_scaling", [1]),
+        ("model_type", ["llama"]),
+        ("head_dim", "x"),
+        ("max_position_embeddings", "x"),
+    ):
+        before = (folder / "config.json").read_text()
+        edit(folder, **{key: value})
+        (found,) = problems(folder)
+        assert key in found
+        (folder / "config.json").write_text(before)
+    edit(folder, num_hidden_layers=10**8)
+    (found,) = problems(folder)
+    assert "num_hidden_layers 100000000, the weights have" in found
+
+
+def test_an_index_decides_also_beside_a_single_file(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "nosuch.safetensors"}}')
+    (found,) = problems(folder)
+    assert found.startswith("nosuch.safetensors is missing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -26,11 +27,11 @@ SETTINGS = [
     ("algo.scale_by_std=on", "algo.scale_by_std must be true or false, got 'on'"),
     ("algo.correction=ppo", "algo.correction must be one of clip, tis"),
     ("trainer.lr=-1", "trainer.lr must be above 0, got -1.0"),
-    ("trainer.ranks=0", "trainer.ranks must be at least 1, got 0"),
+    ("trainer.ranks=0", "trainer.ranks must be 1 to 4096, got 0"),
     ("trainer.dtype=float16", "trainer.dtype must be one of bfloat16, float32, got 'float16'"),
     ("trainer.micro_batch=100", "more than the 64 episodes of a step (prompts_per_step=8 x group_size=8)"),
     ("trainer.ranks=3 trainer.micro_batch=2 prompts_per_step=1 group_size=2", "legal values are 1 to 2"),
-    ("generator.replicas=0", "generator.replicas must be at least 1, got 0"),
+    ("generator.replicas=0", "generator.replicas must be 1 to 4096, got 0"),
     ("generator.tensor_parallel=2", "needs GPUs, but placement is cpu: use generator.replicas"),
     ("generator.canary_max_gap=-1", "generator.canary_max_gap must be 0 (no check) or more nats, got -1.0"),
     ("sampling.temperature=0", "greedy groups have no variance"),
@@ -51,6 +52,15 @@ SETTINGS = [
     ("quant.layers='mlp['", "quant.layers must be a regular expression, got 'mlp['"),
     ("quant.qat.enabled=true", "quant.qat.enabled=true needs a quant.scheme to train for, got none"),
     ("rollback.qat_fraction=2", "rollback.qat_fraction is a share in (0, 1], got 2.0"),
+    ("generator.replicas=100000000", "generator.replicas must be 1 to 4096, got 100000000"),
+    (f"steps={'9' * 5000}", "a value of 5006 characters cannot be read: write a shorter one"),
+    (f"trainer.lr=1{'0' * 400}", "trainer.lr must be a number, got 1000"),
+    (f"data={'a' * 300}", "is too long for a path (300 characters; a name in it may have 255 bytes"),
+    (f"resume={'a' * 300}", "resume='aaaaa"),
+    ("--config=anchor.yaml", "config file anchor.yaml cannot be read: nested too deeply, or an anchor that holds"),
+    ("--config=deep.yaml", "config file deep.yaml cannot be read: nested too deeply"),
+    ("--config=null.yaml", "name='a\\x00b' holds a null byte, which no path can"),
+    ("--config=pipe", "config file pipe: is not a regular file"),
     ("--config=nosuch.yaml", "config file nosuch.yaml: No such file or directory"),
 ]
 """Arguments, each refused without importing torch, transformers, vLLM or Monarch."""
@@ -68,6 +78,13 @@ INPUTS = [
     ("model=bare", "bare: config.json is missing"),
     ("model=pickled", "only pickled weights (pytorch_model.bin), which can run code when they are read"),
     ("model.name=llama3_8b model.hub_id=a/b", "download a/b from the Hugging Face Hub and give model.path=FOLDER"),
+    ("data=pipe.jsonl", "cannot read pipe.jsonl: is not a regular file"),
+    ("data=listing", "state.json does not list its _data_files by filename"),
+    ("model=piped", "piped: config.json cannot be read: is not a regular file"),
+    ("resume=typed name=n", "resume=typed: not a complete checkpoint (state.json is missing or holds something else)"),
+    ("resume=deep name=n", "resume=deep: not a complete checkpoint (state.json is missing or holds something else)"),
+    ("resume=untrained name=n", "not a complete checkpoint (a file of the trainer is missing or damaged)"),
+    ("out='~nosuchuser/x'", "~nosuchuser/x: no user of that name has a home folder here"),
     ("resume=bare name=n", "resume=bare: not a complete checkpoint"),
     ("name=taken", "name=taken is taken: runs/grpo/taken holds x"),
     ("out=empty.jsonl", "which cannot be written (Not a directory); choose a place with out="),
@@ -110,8 +127,18 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     (folder / "broken.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": \n')
     (folder / "unanswered.jsonl").write_text('{"question": "1 + 1"}\n')
     (folder / "three.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 3)
-    for name in ("bare", "pickled", "runs/grpo/taken"):
+    for name in ("bare", "pickled", "runs/grpo/taken", "listing", "piped", "typed", "deep", "untrained"):
         (folder / name).mkdir(parents=True)
+    for pipe in ("pipe", "pipe.jsonl", "piped/config.json"):
+        os.mkfifo(folder / pipe)
+    (folder / "anchor.yaml").write_text("a: &a [*a]\n")
+    (folder / "deep.yaml").write_text("[" * 3000)
+    (folder / "null.yaml").write_text('name: "a\\0b"\n')
+    (folder / "listing/state.json").write_text('{"_data_files": [{"x": 1}]}')
+    state = {"step": 1, "seed": 0, "prompts_per_step": 2, "order": {"next_group": 2, "pending": []}}
+    (folder / "untrained/state.json").write_text(json.dumps(state))
+    (folder / "typed/state.json").write_text(json.dumps({**state, "step": "abc"}))
+    (folder / "deep/state.json").write_text("[" * 200_000)
     (folder / "runs/grpo/taken/x").write_text("")
     (folder / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
     cases = [(True, text.split()) for text, _ in SETTINGS]
@@ -126,7 +153,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     return {text: (f[1], f[2], f[3]) for (text, _), f in zip(SETTINGS + INPUTS, found, strict=True)}
 
 
-@pytest.mark.parametrize(("arguments", "says"), SETTINGS + INPUTS, ids=[a for a, _ in SETTINGS + INPUTS])
+@pytest.mark.parametrize(("arguments", "says"), SETTINGS + INPUTS, ids=[a[:60] for a, _ in SETTINGS + INPUTS])
 def test_it_is_refused_in_one_line_before_anything_loads(
     arguments: str, says: str, refusals: dict[str, tuple[int, list[str], list[str]]]
 ) -> None:
@@ -135,7 +162,12 @@ def test_it_is_refused_in_one_line_before_anything_loads(
     assert started == []
     assert all(line.startswith("forge: ") for line in lines), lines
     assert any(says in line for line in lines), lines
-    if arguments not in ("data=broken.jsonl", "model=bare", "model=pickled"):  # which have several faults
+    if arguments not in (
+        "data=broken.jsonl",
+        "model=bare",
+        "model=pickled",
+        "model=piped",
+    ):  # which have several faults
         assert len(lines) == 1
 
 
