@@ -50,6 +50,8 @@ CANARY_ROWS, CANARY_TOKENS = 4, 64
 """Prompts, and of each the first tokens, that a generator with new weights must score as the trainer does."""
 FIRST_ROLLOUTS = 64
 """Rollouts sampled to calibrate a static scheme before training."""
+SKIPPED = {"trainer/skipped_empty", "trainer/skipped_nonfinite"}
+"""Metrics that only a step without an update has."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -348,6 +350,9 @@ class Run:
         return {
             "status": status,
             "steps": self.version,
+            "steps_without_training": sum(
+                "trainer/skipped_empty" in r or "trainer/skipped_nonfinite" in r for r in self._rows
+            ),
             "wall_seconds": time.monotonic() - self._started,
             "time_to_first_step_seconds": self._first_step_s,
             "reward_first3": statistics.fmean(rewards[:3]) if rewards else None,
@@ -489,7 +494,7 @@ async def _spawn_cast(
     generators = rest[: config.generator.replicas]
     reference = rest[config.generator.replicas] if config.algo.kl > 0 else None
 
-    on_stage(f"loading {config.model.name}: trainer on {config.trainer.ranks} ranks, {len(generators)} vLLM engines")
+    on_stage(f"loading {config.model.name}: trainer ranks {config.trainer.ranks}, vLLM engines {len(generators)}")
     await store.open(volume.procs)
     (specs, *_), *_ = await asyncio.gather(
         trainer.call("setup"),

@@ -59,8 +59,15 @@ async def pipeline(job: Run, progress: Progress) -> None:
     before = await job.evaluate()
     if before is not None:
         progress.note(f"held-out mean reward before training: {before.mean_reward:.3f}")
+    empty = 0
     async for step in job.train():
         progress.step(step.step, step.metrics)
+        empty += "trainer/skipped_empty" in step.metrics
+    if empty:
+        progress.note(
+            f"{empty} steps trained nothing: within each of their groups all rewards were equal, or too few were valid "
+            "(group/dropped_* in metrics.jsonl): easier prompts, larger groups or a finer reward give a gradient"
+        )
     progress.stage("evaluating after training")
     after = await job.evaluate()
     if after is not None:

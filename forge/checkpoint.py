@@ -200,12 +200,27 @@ def read_state(checkpoint: Path) -> RunState:
         whole = [state.step, state.seed, state.prompts_per_step, order.next_group, *order.pending]
         if all(type(n) is int and n >= 0 for n in whole) and isinstance(state.calibration, dict):
             reason = "a file of the trainer is missing or damaged"
-            files = sorted(checkpoint.glob("trainer-*-of-*.safetensors"))
-            for file in files:
+            for file in trainer_files(checkpoint):
                 read_header(file)
-            if files and len(files) == int(files[0].stem.split("-")[-1]):
-                return state
+            return state
     raise ConfigError(f"resume={checkpoint}: not a complete checkpoint ({reason}): give a step-N folder of a run")
+
+
+def trainer_file(rank: int, ranks: int) -> str:
+    """Name of a rank's file in a checkpoint."""
+    return f"trainer-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def trainer_files(checkpoint: Path) -> list[Path]:
+    """The files of all ranks that wrote a checkpoint, in order.
+
+    Raises:
+        FileNotFoundError: one is missing, or there is none.
+    """
+    found = sorted(checkpoint.glob("trainer-*-of-*.safetensors"))
+    if [f.name for f in found] != [trainer_file(rank, len(found)) for rank in range(len(found))] or not found:
+        raise FileNotFoundError(f"{checkpoint} has not the trainer's files of all ranks: {[f.name for f in found]}")
+    return found
 
 
 def check_resumable(state: RunState, *, seed: int, prompts_per_step: int, steps: int) -> None:

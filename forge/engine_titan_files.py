@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.checkpoint import trainer_file, trainer_files
 from forge.engine_titan import TitanTrainer
 from forge.errors import ModelFolderError, PartFailed
 from forge.hf_folder import write_folder
@@ -128,7 +129,7 @@ class Snapshot:
 def snapshot(trainer: TitanTrainer) -> Snapshot:
     """Copy this rank's part of a checkpoint."""
     return Snapshot(
-        file=_rank_file(trainer.rank, trainer.world_size),
+        file=trainer_file(trainer.rank, trainer.world_size),
         tensors={k: v.detach().to("cpu", copy=True).contiguous() for k, v in _state(trainer).items()},
         metadata={
             "version": str(trainer.version),
@@ -170,9 +171,10 @@ def load_state(trainer: TitanTrainer, folder: Path) -> None:
     from safetensors import safe_open
     from torch.distributed.tensor import distribute_tensor
 
-    files = sorted(folder.glob("trainer-*-of-*.safetensors"))
-    if not files or len(files) != int(files[0].stem.split("-")[-1]):
-        raise PartFailed("trainer", f"checkpoint {folder} is incomplete: found {[f.name for f in files]}")
+    try:
+        files = trainer_files(folder)
+    except FileNotFoundError as error:
+        raise PartFailed("trainer", str(error)) from None
     opened = [safe_open(f, framework="pt") for f in files]
     metadata = opened[0].metadata()
     trainer.optimizer.state_dict()  # materializes moments, which are created at the first step otherwise
@@ -213,7 +215,3 @@ def _state(trainer: TitanTrainer) -> dict[str, Tensor]:
         step = moments["step"]
         state[f"step:{name}"] = step.to_local() if hasattr(step, "to_local") else step
     return state
-
-
-def _rank_file(rank: int, world_size: int) -> str:
-    return f"trainer-{rank:05d}-of-{world_size:05d}.safetensors"

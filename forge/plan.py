@@ -95,16 +95,19 @@ def parts(config: GrpoConfig, model: Sizes | None, bits: int = 16) -> list[Plann
     p = model.parameters if model else 0
     linear = model.linear if model else 0
     quantized = c.quant.scheme != "none"
-    plain = p * ITEMSIZE[c.generator.dtype.value]
-    published = (p - linear) * ITEMSIZE[c.generator.dtype.value] + linear * bits / 8
-    forms = [plain, published] if quantized else [plain]
-    store = STORED_COPIES * max(forms)
-    found = [PlannedPart(name="weight store", processes=1, where="cpu", gib=gib("store", store))]
-    sequence = PROMPT_TOKENS + c.sampling.max_new_tokens
-    # a process group of one gathers its weights as well; scoring a row needs the logits of all its tokens
-    alone = 8 * p + _batch(model, c.calibration.batch_size * sequence, c.calibration.batch_size * sequence, kept=False)
+    served = ITEMSIZE[c.generator.dtype.value]
+    forms: list[float] = [p * served]  # published without quantization, and quantized
     if quantized:
-        held = alone + plain + linear  # a version that arrives, and the last calibration's codes
+        forms.append((p - linear) * served + linear * bits / 8)
+    found = [PlannedPart(name="weight store", processes=1, where="cpu", gib=gib("store", STORED_COPIES * max(forms)))]
+    sequence = PROMPT_TOKENS + c.sampling.max_new_tokens
+
+    def scorer(rows: int) -> float:
+        # a process group of one gathers its weights as well; scoring a row needs the logits of all its tokens
+        return 8 * p + _batch(model, rows * sequence, rows * sequence, kept=False)
+
+    if quantized:
+        held = scorer(c.calibration.batch_size) + forms[0] + linear  # a version that arrives, and the last codes
         found.append(PlannedPart(name="calibrator", processes=1, where=place(1), gib=gib("calibrator", held)))
     # weights, gradients and two moments in float32; what is published, and what was, to count changes; with
     # checkpoints, a copy of weights and moments that is written beside the next steps
@@ -132,8 +135,9 @@ def parts(config: GrpoConfig, model: Sizes | None, bits: int = 16) -> list[Plann
         for i in range(c.generator.replicas)
     ]
     if c.algo.kl > 0:
-        scored = 8 * p + _batch(model, t.micro_batch * sequence, t.micro_batch * sequence, kept=False)
-        found.append(PlannedPart(name="reference", processes=1, where=place(1), gib=gib("reference", scored)))
+        found.append(
+            PlannedPart(name="reference", processes=1, where=place(1), gib=gib("reference", scorer(t.micro_batch)))
+        )
     found.append(PlannedPart(name="reward", processes=1 + c.reward.workers, where="cpu", gib=gib("reward", 0)))
     return found
 

@@ -26,6 +26,7 @@ import torchstore  # isort: skip  (reads the environment that forge.mesh sets)
 import torchstore.api  # isort: skip
 
 PART = "weight store"
+"""What messages call it."""
 CONCURRENT_TRANSFERS = 32
 """Tensors in flight at once: TorchStore's cost is latency per tensor, so they overlap."""
 FRAME_OVERHEAD = 64 * 2**10

@@ -143,12 +143,11 @@ def _read_file(file: str | Path | None, problems: list[str]) -> list[_Override]:
     except OSError as error:
         problems.append(f"config file {file}: {error.strerror or error}")
         return []
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
         problems.append(f"config file {file} is not YAML: {' '.join(str(error).split())}")
         return []
-    except (RecursionError, ValueError) as error:
-        reason = "nested too deeply, or an anchor that holds itself" if isinstance(error, RecursionError) else error
-        problems.append(f"config file {file} cannot be read: {reason}")
+    except RecursionError:
+        problems.append(f"config file {file} cannot be read: nested too deeply, or an anchor that holds itself")
         return []
     if not isinstance(content, Mapping):
         problems.append(f"config file {file} must hold keys and values, found {type(content).__name__}")

@@ -76,6 +76,7 @@ def test_a_synchronous_run_leaves_all_it_promises(forge: Callable[..., Any], tmp
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "done"
     assert summary["max_age_measured"] == summary["max_age_bound"] == 0
+    assert summary["steps_without_training"] == 0
     assert summary["heldout_before"] is not None
     assert summary["heldout_after"] is not None
     assert (run / "report.html").stat().st_size > 1000
