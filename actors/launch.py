@@ -86,6 +86,7 @@ class Run:
     ) -> None:
         self.config, self.folder, self.dataset = config, folder, dataset
         self.version = loop.step
+        self._resumed_from = loop.step or None
         self._cast, self._trainer, self._pool, self._scorer, self._loop = cast, trainer, pool, scorer, loop
         self._learner, self._recalibration, self._model = learner, recalibration, model
         self._started = started
@@ -350,6 +351,7 @@ class Run:
         return {
             "status": status,
             "steps": self.version,
+            "resumed_from_step": self._resumed_from,
             "steps_without_training": sum(
                 "trainer/skipped_empty" in r or "trainer/skipped_nonfinite" in r for r in self._rows
             ),

@@ -27,7 +27,7 @@ async def run(config: GrpoConfig, started: float) -> None:
     from forge.progress import Progress
 
     restarts = 0
-    with Progress(total_steps=config.steps, title=f"GRPO {config.model.name}") as progress:
+    with Progress(total_steps=config.steps, title=f"GRPO {config.model.name}", began=started) as progress:
         while True:
             folder: RunFolder | None = None
             try:

@@ -115,6 +115,7 @@ class Progress:
         total_steps: steps of the whole run; a resumed run starts its bar where it continues.
         title: first line of the display.
         file: where to write; by default standard output.
+        began: when the command began, on the clock; by default now.
         clock: seconds, for tests.
     """
 
@@ -124,6 +125,7 @@ class Progress:
         total_steps: int,
         title: str = "",
         file: TextIO | None = None,
+        began: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
@@ -133,7 +135,7 @@ class Progress:
         self.rewards: list[float] = []
         self._out = sys.stdout if file is None else file
         self._clock = clock
-        self._begin = clock()
+        self._begin = clock() if began is None else began
         self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS + 1)
         self._stage: tuple[str, str, float] | None = None
         self._live: Live | None = None
@@ -141,7 +143,6 @@ class Progress:
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> Self:
-        self._begin = self._clock()
         if is_terminal(self._out):
             console = Console(file=self._out, highlight=False, markup=False)
             self._live = Live(self, console=console, refresh_per_second=REFRESHES_PER_SECOND)
@@ -344,6 +345,7 @@ class Progress:
 _SUMMARY_NAMES = {
     "status": "status",
     "steps": "steps",
+    "resumed_from_step": "resumed from step",
     "wall_seconds": "wall time",
     "time_to_first_step_seconds": "time to first step",
     "tokens_per_second": "tokens/s",
@@ -353,25 +355,36 @@ _SUMMARY_NAMES = {
     "peak_rss_gib": "peak memory",
     "failures": "failures",
 }
-_SUMMARY_PAIRS = {
-    "reward": ("reward_first3", "reward_last5", "first 3, last 5 steps"),
-    "held-out reward": ("heldout_before", "heldout_after", "before, after"),
-}
+
+
+def _summary_pairs(summary: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
+    """Rows made of two numbers: both keys, and what they are. After a resume only the steps since then count."""
+    begin, end = summary.get("resumed_from_step") or 0, summary.get("steps") or 0
+    return {
+        "reward": (
+            "reward_first3",
+            "reward_last5",
+            f"mean of steps {begin + 1}-{min(begin + 3, end)}, {max(begin + 1, end - 4)}-{end}",
+        ),
+        "held-out reward": ("heldout_before", "heldout_after", f"after step {begin}, after step {end}"),
+    }
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary as names and values a person reads; keys without a name of their own follow as they are."""
     left = dict(summary)
+    if left.get("resumed_from_step") is None:
+        left.pop("resumed_from_step", None)
     if isinstance(failures := left.get("failures"), Mapping):
         left["failures"] = {part: count for part, count in failures.items() if count}
     rows: list[tuple[str, str]] = []
-    for name, (before, after, meaning) in _SUMMARY_PAIRS.items():
+    for name, (before, after, meaning) in _summary_pairs(summary).items():
         if before in left or after in left:
             first, last = left.pop(before, None), left.pop(after, None)
             rows.append((name, f"{_plain_value('', first)} -> {_plain_value('', last)}  ({meaning})"))
     named = [(name, _plain_value(key, left.pop(key))) for key, name in _SUMMARY_NAMES.items() if key in left]
     others = [(key.replace("_", " "), _plain_value(key, value)) for key, value in left.items()]
-    head = sum(name in ("status", "steps") for name, _ in named)
+    head = sum(name in ("status", "steps", "resumed from step") for name, _ in named)
     return [(name, _printable(value)) for name, value in [*named[:head], *rows, *named[head:], *others]]
 
 

@@ -60,9 +60,12 @@ def _tiles(run: RunRecord) -> str:
     bound, first_step = s.get("max_age_bound"), s.get("time_to_first_step_seconds")
     steps = s["steps"] if is_finite(s.get("steps")) else len(run.rows)
     sampled = run.total("reward/count") + run.total("reward/failed") or run.episodes
+    resumed = _if(", since step ", s.get("resumed_from_step"), number)
     tiles = [
-        _change("Reward", first, last, "mean of the first 3 and last 5 steps"),
-        _change("Held-out reward", s.get("heldout_before"), s.get("heldout_after"), "before and after, greedy"),
+        _change("Reward", first, last, "mean of the first 3 and last 5 steps" + resumed),
+        _change(
+            "Held-out reward", s.get("heldout_before"), s.get("heldout_after"), "before and after, greedy" + resumed
+        ),
         _tile("Steps", steps, number, "optimizer steps"),
         _tile("Wall time", s.get("wall_seconds"), duration, _if("first step after ", first_step, duration)),
         _tile("Tokens per second", speed, number, "sampled, all generators"),

@@ -261,8 +261,8 @@ def test_the_plain_summary_is_aligned_and_says_what_each_number_is() -> None:
     assert out.getvalue().splitlines() == [
         "status                done",
         "steps                 20",
-        "reward                0.21 -> 0.834  (first 3, last 5 steps)",
-        "held-out reward       0.19 -> -  (before, after)",
+        "reward                0.21 -> 0.834  (mean of steps 1-3, 16-20)",
+        "held-out reward       0.19 -> -  (after step 0, after step 20)",
         "wall time             5:03",
         "tokens/s              12,403",
         "weight sync (median)  0.31 s",
@@ -270,6 +270,25 @@ def test_the_plain_summary_is_aligned_and_says_what_each_number_is() -> None:
         "failures              generator 0 1",
         "export                runs/grpo/demo/export",
     ]
+
+
+def test_a_summary_says_which_steps_its_means_are_of() -> None:
+    def shown(**numbers: Any) -> list[tuple[str, str]]:
+        return [row for row in summary_rows(SUMMARY | numbers) if row[0] in ("resumed from step", "reward")]
+
+    assert shown(steps=2) == [("reward", "0.21 -> 0.834  (mean of steps 1-2, 1-2)")]
+    assert shown(resumed_from_step=None, steps=20) == [("reward", "0.21 -> 0.834  (mean of steps 1-3, 16-20)")]
+    assert shown(resumed_from_step=10, steps=12) == [
+        ("resumed from step", "10"),
+        ("reward", "0.21 -> 0.834  (mean of steps 11-12, 11-12)"),
+    ]
+
+
+def test_one_clock_for_the_log_and_the_summary() -> None:
+    out = io.StringIO()
+    with Progress(total_steps=1, file=out, began=100.0, clock=lambda: 104.5) as p:
+        p.stage("checking model and data")
+    assert out.getvalue().splitlines()[0].startswith("[4.5 s] checking")
 
 
 def test_an_empty_summary_prints_nothing() -> None:
