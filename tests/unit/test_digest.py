@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.digest import M, digest
+from forge.digest import CHUNK, ROW, M, digest
 
 SHAPES = [(64, 24), (7, 5), (10,), (33, 3, 4), (1, 1), (0, 4), (5, 0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn]
@@ -21,12 +21,20 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def test_chunks_and_rows_of_words_join() -> None:
+    tensor = random((CHUNK + 3 * ROW + 5,), torch.int64)
+    total = 0
+    for word in reversed(tensor.tolist()):  # Horner's rule
+        total = (total * M + word) % 2**64
+    assert digest(tensor) == total
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float32])
 def test_it_is_the_sum_that_it_says(dtype: torch.dtype) -> None:
     tensor = random((9,), dtype)
     signed = {2: "<h", 4: "<i"}[tensor.element_size()]
     words = memoryview(bytes(bytes_of(tensor).tolist())).cast("B").cast(signed[1])
-    assert digest(tensor) == sum(w * ((i * M) | 1) for i, w in enumerate(words)) % 2**64
+    assert digest(tensor) == sum(w * M**i for i, w in enumerate(words)) % 2**64
 
 
 @pytest.mark.parametrize("shape", SHAPES)
