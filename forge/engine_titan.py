@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from forge.batch import Pack, split, trained_episodes, trained_tokens
@@ -141,9 +142,9 @@ class TitanTrainer:
         with torch.no_grad():
             self.model.init_states(buffer_device=self.device)
         load_weights(self.model, folder, tied=self.tied)
-        self._rows: Tensor | None = None
-        # Only trained tokens need logits: the head sees the rows that predict them and no others.
-        self.model.lm_head.register_forward_pre_hook(lambda _, args: (args[0][:, self._rows],))
+        # Called in place of the head's own forward pass, where FSDP has its weight at hand.
+        self._head: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.model.lm_head.forward = lambda hidden: self._head(hidden[0], self.model.lm_head.weight)[None]
         self._build_optimizer()
         self._last: dict[str, Tensor] = {}
 
@@ -192,20 +193,29 @@ class TitanTrainer:
         Returns:
             the pack; log-prob of each trained token, float32 [N]; entropy float32 [N].
         """
-        p, logits = self.logits(episodes)
-        lp, entropy = token_logprobs(logits, p.target, temperature=self.config.sampling.temperature)
-        return p, lp, entropy
+        return self._score(episodes, self.config.sampling.temperature)
+
+    def _score(self, episodes: Sequence[Episode], temperature: float) -> tuple[Pack, Tensor, Tensor]:
+        def head(p: Pack, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+            return torch.stack(token_logprobs(hidden_ND, weight_VD, p.target, temperature=temperature), -1)
+
+        p, found = self._run(episodes, head)
+        return p, found[:, 0], found[:, 1].detach()
 
     def logits(self, episodes: Sequence[Episode]) -> tuple[Pack, Tensor]:
         """Pack episodes and run the model: the pack, and the logits [N, V] that predict its N completion tokens."""
+        return self._run(episodes, lambda _, hidden_ND, weight_VD: F.linear(hidden_ND, weight_VD))
+
+    def _run(self, episodes: Sequence[Episode], head: Callable[[Pack, Tensor, Tensor], Tensor]) -> tuple[Pack, Tensor]:
+        """The pack, and what the head makes of it: of the rows that predict trained tokens and no others."""
         from forge.engine_titan_model import attention_masks
 
         p = pack_episodes(episodes).to(self.device)
-        self._rows = p.source
-        logits = self.model(
+        self._head = lambda hidden_TD, weight_VD: head(p, hidden_TD[p.source], weight_VD)
+        found = self.model(
             p.token_ids[None], positions=p.positions[None], attention_masks=attention_masks(p, on_cpu=self.on_cpu)
         )
-        return p, logits[0]
+        return p, found[0]
 
     def step(self, groups: Sequence[Group]) -> StepStats:
         """One optimizer step on a batch of groups.
@@ -353,8 +363,7 @@ class TitanTrainer:
         found: list[list[float]] = []
         for start in range(0, len(sequences), batch_size):
             batch = [unscored(s, start + i, given=1) for i, s in enumerate(sequences[start : start + batch_size])]
-            p, logits = self.logits(batch)
-            lp, _ = token_logprobs(logits, p.target, temperature=1.0)
+            p, lp, _ = self._score(batch, temperature=1.0)
             found += [lp[p.episode == i].tolist() for i in range(len(batch))]
         self.reshard()
         return found

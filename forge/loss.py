@@ -1,18 +1,21 @@
 """The GRPO loss and the statistics that show whether it can be trusted.
 
-Shapes: N trained tokens of one pack, V vocabulary.
+Shapes: N trained tokens of one pack, C of them at a time, D hidden size, V vocabulary.
 Symbols: lp log-prob under the trainer now, mu log-prob under the policy that sampled, A advantage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.config import AlgoConfig, Correction
 
+CHUNK_BYTES = 2**28
+"""float32 logits that are computed at once."""
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, which cannot overflow then (exp(20) is 5e8)."""
 
@@ -34,20 +37,67 @@ class LossSettings:
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
 
-def token_logprobs(logits_NV: Tensor, target_N: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, in float32 and at the sampling temperature.
 
+    Logits [N, V] are never whole in memory: rows are computed in chunks, and again for the gradient.
+
     Args:
-        logits_NV: any float dtype [N, V].
+        hidden_ND: any float dtype [N, D], what the head sees.
+        weight_VD: of the head, in the same dtype.
         target_N: int64 [N].
+        chunk_bytes: float32 logits at a time.
 
     Returns:
         logprobs float32 [N]; entropy float32 [N] in nats, detached.
     """
-    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
-    with torch.no_grad():
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return logprobs_NV.gather(-1, target_N[:, None]).squeeze(-1), entropy_N
+    rows = max(1, chunk_bytes // (4 * len(weight_VD)))
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_ND, weight_VD, target_N, temperature, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """d logprob / d logit = (1[target] - softmax) / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
+        norm_N, entropy_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        for start in range(0, len(hidden_ND), rows):
+            c = slice(start, start + rows)
+            logprobs_CV = _logits(hidden_ND[c], weight_VD, temperature)
+            norm_N[c] = torch.logsumexp(logprobs_CV, -1)
+            logprobs_CV -= norm_N[c, None]
+            logprobs_N[c] = logprobs_CV.gather(-1, target_N[c, None]).squeeze(-1)
+            entropy_N[c] = -torch.linalg.vecdot(logprobs_CV.exp(), logprobs_CV)
+        ctx.save_for_backward(hidden_ND, weight_VD, target_N, norm_N)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden_ND, weight_VD, target_N, norm_N = ctx.saved_tensors
+        grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
+        for start in range(0, len(hidden_ND), ctx.rows):
+            c = slice(start, start + ctx.rows)
+            grad_CV = _logits(hidden_ND[c], weight_VD, ctx.temperature).sub_(norm_N[c, None]).exp_()
+            grad_CV.scatter_add_(-1, target_N[c, None], torch.full_like(target_N[c, None], -1, dtype=torch.float32))
+            grad_CV.mul_(grad_N[c, None] / -ctx.temperature)
+            grad_CV = grad_CV.to(weight_VD.dtype)
+            torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[c])
+            grad_weight_VD += torch.mm(grad_CV.t(), hidden_ND[c])
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    """float32 [C, V]."""
+    logits_CV = torch.mm(hidden_CD, weight_VD.t()).float()
+    return logits_CV.div_(temperature) if temperature != 1.0 else logits_CV
 
 
 def grpo_loss(

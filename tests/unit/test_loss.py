@@ -116,19 +116,56 @@ def test_no_trained_token_gives_zero_loss_and_no_nan(correction: Correction) -> 
 
 
 def test_logprobs_are_taken_at_the_sampling_temperature() -> None:
-    logits = torch.tensor([[2.0, 0.0]])
-    lp, entropy = token_logprobs(logits, torch.tensor([0]), temperature=2.0)
-    # softmax([1, 0]) = [0.731059, 0.268941]
+    weight = torch.tensor([[2.0], [0.0]])
+    lp, entropy = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), temperature=2.0)
+    # logits [2, 0], softmax([1, 0]) = [0.731059, 0.268941]
     assert lp.item() == pytest.approx(math.log(0.7310586), rel=1e-6)
     assert entropy.item() == pytest.approx(
         -(0.7310586 * math.log(0.7310586) + 0.2689414 * math.log(0.2689414)), rel=1e-6
     )
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
+def test_chunks_of_rows_change_neither_values_nor_gradients(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 16, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(50, 16, generator=generator, dtype=torch.float64).requires_grad_()
+    target = torch.randint(0, 50, (7,), generator=generator)
+    upstream = torch.randn(7, generator=generator)
+    plain = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
+    expected = plain.gather(-1, target[:, None]).squeeze(-1)
+    (expected * upstream).sum().backward()
+
+    own_hidden, own_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
+    lp, entropy = token_logprobs(own_hidden, own_weight, target, temperature=0.7, chunk_bytes=rows * 4 * 50)
+    (lp * upstream).sum().backward()
+    assert torch.allclose(lp.double(), expected, atol=1e-5)
+    assert torch.allclose(entropy.double(), -(plain.exp() * plain).sum(-1), atol=1e-5)
+    assert not entropy.requires_grad
+    for own, true in ((own_hidden, hidden), (own_weight, weight)):
+        assert own.grad is not None
+        assert true.grad is not None
+        assert torch.allclose(own.grad.double(), true.grad, atol=1e-5)
+
+
+def test_no_row_gives_no_logprob_and_no_gradient() -> None:
+    weight = torch.ones(5, 2, requires_grad=True)
+    lp, entropy = token_logprobs(torch.zeros(0, 2), weight, torch.zeros(0, dtype=torch.int64), temperature=1.0)
+    lp.sum().backward()
+    assert lp.shape == entropy.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
 def test_bfloat16_logits_are_reduced_in_float32() -> None:
-    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    lp, _ = token_logprobs(logits, torch.tensor([1, 2, 3]), temperature=1.0)
-    exact = torch.log_softmax(logits.double(), -1).gather(-1, torch.tensor([[1], [2], [3]])).squeeze(-1)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        torch.randn(3, 8, generator=generator).bfloat16(),
+        torch.randn(1000, 8, generator=generator).bfloat16(),
+    )
+    target = torch.tensor([1, 2, 3])
+    lp, _ = token_logprobs(hidden, weight, target, temperature=1.0)
+    exact = torch.log_softmax((hidden @ weight.t()).double(), -1).gather(-1, target[:, None]).squeeze(-1)
     assert lp.dtype is torch.float32
     assert torch.allclose(lp.double(), exact, atol=1e-5)
 
