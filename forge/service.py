@@ -10,6 +10,7 @@ nothing comes twice. A replica that answers nothing, or whose engine stands stil
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ class GeneratorPool:
     ) -> None:
         self._seats = [_Seat(i, r) for i, r in enumerate(replicas)]
         self._respawn, self._max_restarts = respawn, max_restarts
+        self._ranking = [(0, s.index) for s in self._seats]
+        """Heap of (outstanding, seat); entries that no longer hold stay in it until they come up."""
         self._newest: Manifest | None = None
         self._changed = asyncio.Condition()
         self.reissued = 0
@@ -86,14 +89,14 @@ class GeneratorPool:
         while True:
             seat = await self._free_seat()
             replica = seat.replica
-            seat.outstanding += len(requests)
+            self._add_work(seat, len(requests))
             try:
                 return await replica.generate(requests)
             except PartDied as error:
                 self._fell(seat, replica, error)
                 self.reissued += len(requests)
             finally:
-                seat.outstanding -= len(requests)
+                self._add_work(seat, -len(requests))
 
     async def spread(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Sample many unrelated requests over all replicas, in order."""
@@ -190,13 +193,29 @@ class GeneratorPool:
         """The serving seat with the least work; waits while all are being started anew."""
         async with self._changed:
             while True:
-                serving = [s for s in self._seats if s.serves]
-                if serving:
-                    return min(serving, key=lambda s: s.outstanding)
+                if (seat := self._least_loaded()) is not None:
+                    return seat
                 lost = [s.lost for s in self._seats if s.lost is not None]
                 if len(lost) == len(self._seats):
                     raise lost[0]
                 await self._changed.wait()
+
+    def _least_loaded(self) -> _Seat | None:
+        """In time that grows with the logarithm of the replicas: a thousand of them are chosen from per group."""
+        while self._ranking:
+            outstanding, index = self._ranking[0]
+            seat = self._seats[index]
+            if seat.serves and seat.outstanding == outstanding:
+                return seat
+            heapq.heappop(self._ranking)
+        return None
+
+    def _add_work(self, seat: _Seat, requests: int) -> None:
+        seat.outstanding += requests
+        heapq.heappush(self._ranking, (seat.outstanding, seat.index))
+        if len(self._ranking) > 4 * len(self._seats):
+            self._ranking = [(s.outstanding, s.index) for s in self._seats if s.serves]
+            heapq.heapify(self._ranking)
 
     def _fell(self, seat: _Seat, replica: Replica, error: PartFailed) -> None:
         """Start the seat's replica anew, unless another caller noticed first.
@@ -227,6 +246,7 @@ class GeneratorPool:
                     fresh.kill()
                 continue
             seat.replica, seat.recovery = fresh, None  # before anything is awaited: no version may come in between
+            self._add_work(seat, 0)
             break
         else:
             seat.lost, seat.recovery = error, None

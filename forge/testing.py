@@ -7,6 +7,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -62,21 +63,44 @@ class FakePrompts:
 
 @dataclass
 class FakeRollouts:
-    """Completes after `seconds(call)`; tokens carry the version that was live when the call began."""
+    """Completes after `seconds(call)`; tokens carry the version that was live when the call began.
+
+    With `at_once`, only so many calls run at a time, as an engine's throughput has a limit.
+    """
 
     seconds: Callable[[int], float] = lambda call: 0.0
+    at_once: int = 2**31
+    name: str = "fake"
     version: int = 0
     calls: int = 0
     busy: float = 0.0
     pulled: list[int] = field(default_factory=list)
     pull_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._engine = asyncio.Semaphore(self.at_once)
+        self._running = 0
+
+    def kill(self) -> None:
+        raise AssertionError("a fake does not hang")
+
     async def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        call, version = self.calls, self.version
-        self.calls += 1
-        await asyncio.sleep(self.seconds(call))
-        self.busy += self.seconds(call)
+        async with self._engine:
+            call, version = self.calls, self.version
+            self.calls += 1
+            if not self._running:
+                self._since = time.perf_counter()
+            self._running += 1
+            try:
+                await asyncio.sleep(self.seconds(call))
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self.busy += time.perf_counter() - self._since
         return [fake_completion(version) for _ in requests]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(s) - 1) for s in sequences]
 
     async def pull(self, manifest: Manifest) -> dict[str, float]:
         await asyncio.sleep(self.pull_seconds)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
@@ -55,6 +56,30 @@ async def test_a_group_goes_whole_to_the_replica_with_the_least_work() -> None:
         r.gate.set()
     results = await asyncio.gather(*calls)
     assert [{c.replica for c in group} for group in results] == [{0}, {1}, {1}, {0}]
+
+
+async def test_the_choice_of_a_replica_is_that_of_a_plain_search() -> None:
+    replicas = [Gated(number=i) for i in range(7)]
+    pool = pool_of(*replicas)
+    draw, load, open_calls = Random(0), [0] * 7, []
+    for _ in range(300):
+        if open_calls and draw.random() < 0.5:
+            call, chosen, size = open_calls.pop(draw.randrange(len(open_calls)))
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            load[chosen] -= size
+            continue
+        size = draw.randint(1, 5)
+        before = [len(r.served) for r in replicas]
+        call = asyncio.ensure_future(pool.generate([request(0)] * size))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (chosen,) = [i for i, r in enumerate(replicas) if len(r.served) > before[i]]
+        assert load[chosen] == min(load)
+        load[chosen] += size
+        open_calls.append((call, chosen, size))
+    for call, _, _ in open_calls:
+        call.cancel()
 
 
 async def test_a_failed_call_gives_its_share_back() -> None:
