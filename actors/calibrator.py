@@ -53,8 +53,8 @@ class Calibrator(Trainer):
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> None:
         """Take over a version's unquantized weights."""
-        tensors = await weights.get(self.store, manifest)
-        await self._run(self.trainer.load, tensors)
+        async with weights.reading(self.store, manifest) as tensors:
+            await self._run(self.trainer.load, tensors)
 
     @concurrent_endpoint
     async def measure(

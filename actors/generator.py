@@ -49,9 +49,9 @@ class Generator(ForgeActor):
         assert self.engine is not None
         self.engine.check(manifest)
         start = time.perf_counter()
-        tensors = await weights.get(self.store, manifest)
-        fetched = time.perf_counter()
-        return {"fetch": fetched - start} | await self.thread.load(manifest, tensors)
+        async with weights.reading(self.store, manifest) as tensors:
+            fetched = time.perf_counter()
+            return {"fetch": fetched - start} | await self.thread.load(manifest, tensors)
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> float:

@@ -472,7 +472,8 @@ async def _spawn_cast(
     on_stage("starting processes")
     watch_faults(lambda failure: log.info("%s", failure))  # whoever calls the part is told, and says which it was
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
-    store = weights.WeightStore(f"weights-{os.getpid()}-{time.time_ns()}")
+    store = weights.WeightStore(f"weights-{os.getpid()}-{time.time_ns()}", shared=True)
+    stack.callback(store.close)
     cast = Cast(config, model, reward, store=store.name, scratch=scratch, logs=folder.logs)
     stack.push_async_callback(cast.close)
     quantization = Quantization.of(config.quant)

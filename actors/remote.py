@@ -129,8 +129,9 @@ class Learner:
         }
 
     async def publish(self, manifest: Manifest) -> None:
-        await self.part.call("publish", manifest)
-        self.store.committed(manifest)
+        segment = self.store.segment_for(manifest)
+        await self.part.call("publish", manifest, segment)
+        await self.store.commit(manifest, segment)
 
     async def free_before(self, version: int) -> None:
         await self.store.free_before(version)

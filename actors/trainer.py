@@ -15,6 +15,7 @@ from forge.actors.base import ForgeActor
 from forge.config import Device, GrpoConfig
 from forge.mesh import concurrent_endpoint, current_rank
 from forge.quant import Format
+from forge.segments import Segment
 from forge.types import ActivationScale, Episode, Group, Manifest, Staged, StepStats, TensorSpec
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ class Trainer(ForgeActor):
         )
 
     @concurrent_endpoint
-    async def publish(self, manifest: Manifest) -> None:
-        """Put staged shards into the store; may run beside the next step."""
-        await weights.put(self.store, manifest.key, self.staged[manifest.scheme])
+    async def publish(self, manifest: Manifest, segment: Segment | None) -> None:
+        """Write staged shards where readers will find them; may run beside the next step."""
+        await weights.put(self.store, manifest, self.staged[manifest.scheme], segment)
 
     @concurrent_endpoint
     async def set_scales(self, scales: Mapping[str, ActivationScale]) -> None:

@@ -20,17 +20,18 @@ LAYERS = [  # lowest first: a module imports from its own layer and from lower o
     ),
     (
         "loop and adapters",
-        "fetch inputs weights engine_vllm engine_vllm_quant engine_titan engine_titan_model engine_titan_files "
-        "engine_titan_calibrator mesh service checkpoint chaos recalibration loop testing",
+        "fetch inputs segments weights engine_vllm engine_vllm_quant engine_titan engine_titan_model "
+        "engine_titan_files engine_titan_calibrator mesh service checkpoint chaos recalibration loop testing",
     ),
     ("actors", "actors"),
     ("launch", "actors.launch"),
+    ("benchmarks", "benchmarks"),
     ("apps", "apps"),
 ]
 VENDORS = {  # who may import it; a sub-module or a sibling with a longer name (engine_titan_model) counts too
     "vllm": ["engine_vllm", "actors.peers"],
     "torchtitan": ["engine_titan"],
-    "torchstore": ["weights"],
+    "torchstore": ["weights", "actors.peers"],
     "torchao": ["quant", "engine_vllm"],
     "monarch": ["mesh"],
 }
