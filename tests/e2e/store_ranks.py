@@ -15,7 +15,7 @@ from forge.actors.base import ForgeActor
 from forge.digest import digest
 from forge.engine_titan import leaves_a_rank_empty
 from forge.errors import ForgeError, PartDied
-from forge.mesh import concurrent_endpoint, current_rank, spawn, watch_faults
+from forge.mesh import concurrent_endpoint, current_rank, spawn
 from forge.types import Manifest, TensorSpec
 
 TENSORS = {
@@ -105,7 +105,6 @@ class Reader(ForgeActor):
 
 
 async def main(ranks: int) -> dict[str, Any]:
-    watch_faults(lambda _: None)  # the store is killed further down
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         writer = await spawn("writer", Writer, ranks, str(logs / "rendezvous"), count=ranks, log_dir=logs)
