@@ -66,7 +66,7 @@ class Cast:
         """One replica, with the model folder's weights."""
         return await self._start(
             f"generator {index}", Generator, self.config, self.model, self._store, index,
-            env=prepare_environment(self.config), num_gpus=self.config.generator.tensor_parallel,
+            env=prepare_environment(self.config, self._scratch), num_gpus=self.config.generator.tensor_parallel,
         )  # fmt: skip
 
     async def reward(self) -> Part:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -27,10 +26,19 @@ from forge.actors.stock import score_in_stock_vllm
 from forge.config import GrpoConfig, to_yaml
 from forge.data import Dataset
 from forge.errors import ConfigError, ForgeError
+from forge.files import scratch_folder
 from forge.inputs import check_inputs
 from forge.loop import GrpoLoop, evaluate, request_seed
-from forge.mesh import Part, watch_faults
-from forge.parity import MAX_GAP, file_digest, folder_bytes, other_kernels_bound, parity_record, write_parity
+from forge.mesh import Part
+from forge.parity import (
+    MAX_GAP,
+    file_digest,
+    folder_bytes,
+    other_kernels_bound,
+    parity_record,
+    unproven,
+    write_parity,
+)
 from forge.quant import Format, Quantization
 from forge.quant.calibration import Decision
 from forge.recalibration import Recalibration, calibration_metrics, fresh_rows
@@ -266,14 +274,20 @@ class Run:
 
         Raises:
             ConfigError: the run has no quantization, or the scheme has no such format.
-            PartFailed: the exported folder is not what was served.
+            PartFailed: the exported folder is not what was served; it stays as `target`.unproven.
         """
         recalibration = self._recalibration
         if recalibration is None:
             raise ConfigError("there is nothing to export quantized: this run has quant.scheme=none")
-        scheme, gate = recalibration.quantization.scheme, recalibration.gate
+        scheme = recalibration.quantization.scheme
         target = target or self.folder.export
         format = format or scheme.formats[0]
+        with unproven(target) as folder:
+            await self._export(folder, format, recalibration)
+        return target
+
+    async def _export(self, target: Path, format: Format, recalibration: Recalibration) -> None:
+        scheme, gate = recalibration.quantization.scheme, recalibration.gate
         async with self._loop.going_live:
             manifest = await self._learner.stage_forms(self.version, unquantized=True)
             rows = await self._learner.save_quantized(target, format, gate.scales)
@@ -310,7 +324,6 @@ class Run:
             },
         )
         write_parity(target, record)
-        return target
 
     async def save_hf(self, target: Path | None = None) -> Path:
         """Write the trainer's weights as a Hugging Face folder; by default into the run folder's export/."""
@@ -470,8 +483,7 @@ async def _spawn_cast(
             f"{len(dataset.skipped)} rows skipped, the first: {dataset.skipped[0].id}: {dataset.skipped[0].reason}"
         )
     on_stage("starting processes")
-    watch_faults(lambda failure: log.info("%s", failure))  # whoever calls the part is told, and says which it was
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+    scratch = stack.enter_context(scratch_folder())
     store = weights.WeightStore(f"weights-{os.getpid()}-{time.time_ns()}", shared=True)
     stack.callback(store.close)
     cast = Cast(config, model, reward, store=store.name, scratch=scratch, logs=folder.logs)
@@ -524,14 +536,16 @@ async def _spawn_cast(
     remote = ListToList(cast.worker(scorer, cast.reward))
     recalibration: Recalibration | None = None
     if calibrator is not None:
-        pinned = config.calibration.prompts
+        wanted = config.calibration.prompts
+        pinned = list(dataset.heldout[:wanted])
+        pinned += [dataset.prompt(i) for i in range(wanted - len(pinned))]
         recalibration = Recalibration(
             config,
             calibrator=RemoteCalibrator(cast.worker(calibrator, cast.calibrator)),
             rollouts=pool,
             scorer=remote,
             quantizer=learner,
-            pinned=dataset.heldout[:pinned] or [dataset.prompt(i) for i in range(pinned)],
+            pinned=pinned,
             end_tokens=await calibrator.call_one("end_tokens"),
             record=folder.append_calibration,
         )

@@ -15,6 +15,7 @@ from forge.actors.peers import PlainVllm
 from forge.bench import alternate
 from forge.config import GrpoConfig
 from forge.engine_vllm import expected_tensors, prepare_environment
+from forge.files import scratch_folder
 from forge.mesh import Part, spawn
 from forge.model_folder import weight_map
 from forge.quant import Quantization
@@ -53,7 +54,7 @@ async def score_in_stock_vllm(
         PartFailed: vLLM could not load or run it.
     """
     async with contextlib.AsyncExitStack() as stack:
-        env = prepare_environment(config)
+        env = prepare_environment(config, stack.enter_context(scratch_folder()))
         parts: list[Part] = []
 
         async def stop() -> None:

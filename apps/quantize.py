@@ -16,7 +16,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from forge.config import GrpoConfig, QuantConfig, load_config
 from forge.errors import ConfigError, PartFailed, RefusedInput
+from forge.files import path_problem, scratch_folder
 from forge.progress import Progress
 from forge.quant import Format, Quantization
 
@@ -41,16 +42,20 @@ PT2E = ("x86_static", "arm_static")
 async def quantize(config: GrpoConfig, args: argparse.Namespace, arch: str | None) -> None:
     """Check, calibrate, write, prove."""
     from forge.inputs import check_inputs
+    from forge.parity import unproven
     from forge.quant_report import write_layer_report
 
     started = time.monotonic()
-    checkpoint, scales = _checkpoint(args.run) if args.run else (None, {})
-    model, dataset, _ = check_inputs(config, None)
     format = None if args.format is None else Format(args.format)
-    if arch is None and format is not None:
+    if format is not None:
         _quantization(config).check_format(format)
-    target = Path(args.target or Path(config.out) / "quantize" / (config.name or f"{config.model.name}-{args.scheme}"))
-    _claim(target if arch is None else target.with_suffix(".pt2"))
+    target = _target(config, args, arch)
+    checkpoint, scales = _checkpoint(args.run) if args.run else (None, {})
+    # rows are observed, not trained on: no batch has to be filled, nothing held out, no answer graded
+    config = replace(config, prompts_per_step=1, data=replace(config.data, heldout=0))
+    model, dataset, _ = check_inputs(config, None, graded=False)
+    if model.resolve() in target.resolve().parents:
+        raise ConfigError(f"--target {target} lies in the model folder {model}: choose a place outside it")
     prompts = [dataset.prompt(i) for i in range(min(config.calibration.samples, len(dataset)))]
     rows = _with_answers(prompts, model, max_len=config.model.max_len)
     with Progress(total_steps=0, title=f"quantize {config.model.name}: {args.scheme}") as progress:
@@ -58,16 +63,17 @@ async def quantize(config: GrpoConfig, args: argparse.Namespace, arch: str | Non
             await _pt2(model, rows, arch, target, config, progress)
             return
         async with AsyncExitStack() as stack:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+            logs = stack.enter_context(scratch_folder())
+            written = stack.enter_context(unproven(target))
             if args.rollouts:
                 progress.stage("sampling rollouts to calibrate on")
                 rows = await _rollouts(config, model, prompts, logs)
-            result = await _convert(config, model, rows, checkpoint, scales, target, format, logs, stack, progress)
-            write_layer_report(target, result["layers"], title=f"{config.model.name}, {args.scheme}")
+            result = await _convert(config, model, rows, checkpoint, scales, written, format, logs, stack, progress)
+            write_layer_report(written, result["layers"], title=f"{config.model.name}, {args.scheme}")
             progress.note(f"quantized {len(result['plan'].quantized)} of "
                           f"{len(result['plan'].quantized) + len(result['plan'].left)} linears")  # fmt: skip
             progress.stage("checking it in a fresh vLLM")
-            await _prove(config, model, target, result, logs, progress)
+            await _prove(config, model, written, result, logs, progress)
         peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         peak_gib = max(peak / 2**20, result["memory_gib"])
         progress.note(f"{target}: {time.monotonic() - started:.0f} s, peak memory {peak_gib:.1f} GiB of one process")
@@ -106,7 +112,7 @@ async def _convert(
         if not decision.accepted:
             raise PartFailed("calibration", "rejected: " + "; ".join(decision.reasons[:3]))
         scales = dict(decision.scales)
-    progress.stage(f"writing {target}")
+    progress.stage("writing it")
     layers = await calibrator.call_one("save_quantized", target, format, scales)
     sequences = [r[: config.model.max_len - 1] for r in rows if len(r) > 1][: config.calibration.prompts]
     static = scales if quantization.scheme.static else {}
@@ -161,7 +167,8 @@ async def _rollouts(config: GrpoConfig, model: Path, prompts: Sequence[Any], log
     from forge.types import SamplingRequest
 
     plain = replace(config, quant=QuantConfig())
-    generator = await spawn("generator 0", Generator, plain, model, "", 0, log_dir=logs, env=prepare_environment(plain))
+    env = prepare_environment(plain, logs)
+    generator = await spawn("generator 0", Generator, plain, model, "", 0, log_dir=logs, env=env)
     try:
         await generator.call("setup")
         requests = [
@@ -187,18 +194,17 @@ async def _pt2(
     from forge.quant.pt2e import export_pt2
 
     progress.stage(f"PT2E for {arch}: capturing, calibrating on {len(rows)} rows, converting")
-    file = target.with_suffix(".pt2")
     report = await asyncio.to_thread(
         export_pt2,
         model,
         rows,
         arch=arch,
-        target=file,
+        target=target,
         max_len=config.model.max_len,
         skip="|".join(filter(None, ["lm_head", config.quant.skip])),
     )
     progress.note(
-        f"{file}: quantized {report.quantized} of {report.linears} linears, KL {report.kl:.4f} nats a token from the "
+        f"{target}: quantized {report.quantized} of {report.linears} linears, KL {report.kl:.4f} nats a token from the "
         f"float model, {report.seconds:.0f} s, peak memory {report.peak_rss_gib:.1f} GiB"
     )
 
@@ -209,8 +215,21 @@ def _quantization(config: GrpoConfig) -> Quantization:
     return found
 
 
-def _claim(target: Path) -> None:
-    """Refuse a target that exists or could not be written at the end."""
+def _target(config: GrpoConfig, args: argparse.Namespace, arch: str | None) -> Path:
+    """What is written.
+
+    Raises:
+        ConfigError: it exists, or could not be written at the end.
+    """
+    if args.target is None:
+        name = config.name or f"{config.model.name}-{args.scheme}"
+        target = Path(config.out) / "quantize" / (name if arch is None else f"{name}.pt2")
+    else:
+        target = Path(args.target)
+    if not target.name or path_problem(str(target)):
+        raise ConfigError(f"--target must name a folder or file to write, got {str(args.target)!r}")
+    if arch is not None and target.suffix != ".pt2":
+        raise ConfigError(f"--target {target}: scheme={args.scheme} writes a file whose name ends in .pt2")
     if target.exists():
         raise ConfigError(f"--target {target} exists: choose another, or remove it")
     try:
@@ -220,6 +239,18 @@ def _claim(target: Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--target {target} cannot be written ({reason}): choose a folder that can") from None
+    return target
+
+
+def _refuse_for_pt2(args: argparse.Namespace, chosen: Mapping[str, str]) -> None:
+    """Options of the other schemes would change nothing."""
+    names = {name: f"--{name}" for name in ("run", "rollouts", "format") if getattr(args, name)}
+    names |= {k: k.removeprefix("quant.") for k in ("quant.group_size", "quant.layers", "quant.smooth") if k in chosen}
+    if names:
+        raise ConfigError(
+            f"scheme={args.scheme} knows no {', '.join(names.values())}: it calibrates on data=…, and of the others' "
+            "options takes skip and samples"
+        )
 
 
 def _with_answers(prompts: Sequence[Any], model: Path, *, max_len: int) -> list[tuple[int, ...]]:
@@ -266,18 +297,22 @@ def main(argv: Sequence[str]) -> int:
         key, equals, value = text.partition("=")
         overrides.append(f"{SHORT.get(key, key)}{equals}{value}")
     chosen = {k: v for k, _, v in (o.partition("=") for o in overrides)}
-    arch = None
+    arch, args.scheme = None, None
     if (scheme := chosen.get("quant.scheme")) in PT2E:
-        arch = str(scheme).removesuffix("_static")
+        arch, args.scheme = str(scheme).removesuffix("_static"), scheme
         overrides = [o for o in overrides if not o.startswith("quant.scheme=")]
     try:
         file = args.run / "config.yaml" if args.run else None
+        if args.run and (given := sorted(k for k in chosen if k.split(".")[0] == "model")):
+            raise ConfigError(f"--run {args.run} quantizes that run's own model: leave {', '.join(given)} out")
+        if arch is not None:
+            _refuse_for_pt2(args, chosen)
         config = load_config("grpo", overrides, file=file)
         if arch is None and config.quant.scheme == "none":
             raise ConfigError("scheme must be set: for example scheme=int8_dynamic")
     except RefusedInput as error:
         return refuse(error)
-    args.scheme = scheme if arch else config.quant.scheme
+    args.scheme = args.scheme or config.quant.scheme
     return supervised(quantize(config, args, arch))
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from forge.config import load_config
 from forge.errors import PartFailed
+from forge.files import scratch_folder
 
 
 async def verify(folder: Path, placement: str, files_only: bool) -> None:
@@ -27,11 +27,12 @@ async def verify(folder: Path, placement: str, files_only: bool) -> None:
         return
     record = read_parity(folder)
     sequences = [row["token_ids"] for row in record["pinned"]]
-    config = load_config("grpo", [f"placement={placement}", f"model.max_len={max(map(len, sequences)) + 8}"])
+    longest = max(map(len, sequences)) + 8
+    config = load_config("grpo", [f"placement={placement}", f"model.max_len={longest}", "sampling.max_new_tokens=1"])
     from forge.actors.stock import score_in_stock_vllm
 
-    with tempfile.TemporaryDirectory(prefix="forge-") as logs:
-        stock = await score_in_stock_vllm(config, folder, sequences, logs=Path(logs))
+    with scratch_folder() as logs:
+        stock = await score_in_stock_vllm(config, folder, sequences, logs=logs)
     found = gap(stock.logprobs, [row["logprobs"] for row in record["pinned"]])
     text = f"log-probs of {record['tokens']} pinned tokens differ by {found['mean']:.5f} on average from those recorded"
     if found["mean"] > MAX_GAP:

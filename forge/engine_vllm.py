@@ -31,8 +31,12 @@ MISSING_LOGPROB = math.nan
 """Stands for a log-prob the engine did not give; such a token is fed to the trainer but not trained."""
 
 
-def prepare_environment(config: GrpoConfig) -> dict[str, str]:
-    """Environment variables that vLLM reads at import; set them before it is imported."""
+def prepare_environment(config: GrpoConfig, scratch: Path | None = None) -> dict[str, str]:
+    """Environment variables that vLLM reads at import; set them before it is imported.
+
+    Args:
+        scratch: where it puts its temporary files, which it leaves behind when it is killed.
+    """
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no copy and no second interpreter
         "VLLM_NO_USAGE_STATS": "1",
@@ -40,6 +44,8 @@ def prepare_environment(config: GrpoConfig) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
+    if scratch is not None:
+        env["TMPDIR"] = str(scratch)
     if config.placement.device is Device.cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.generator.kv_cache_gib)))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # trainer and generator share the cores

@@ -1,10 +1,18 @@
-"""Files that a user names: read only when they are regular files, and JSON in them refused in one line."""
+"""Files that a user names: read only when they are regular files, and JSON in them refused in one line.
+
+And Forge's own temporary folders, which do not outlive the process that made them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +38,31 @@ def read_json(path: Path) -> Any:
     """
     check_regular(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"holds {name}, which JSON does not know")
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder that is gone afterwards; those that killed processes have left are removed first.
+
+    Its owner holds a lock on a file in it, which the system takes back however the owner ends.
+    """
+    for lock in Path(tempfile.gettempdir()).glob("forge-*/.lock"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="forge-") as name:
+        folder = Path(name)
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / "lock").rename(folder / ".lock")  # nobody finds it before it is locked
+            yield folder
 
 
 def expand(path: str | Path) -> Path:

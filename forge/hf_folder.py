@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.model_folder import DIGESTS, INDEX, REPORTS, sha256
+from forge.model_folder import INDEX, REPORTS, write_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +46,7 @@ def write_folder(
         path = partial / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **config}, indent=2) + "\n")
     _write_shards(tensors, partial, {"format": "pt", **(metadata or {})})
-    digests = {f.name: sha256(f) for f in sorted(partial.iterdir())}
-    (partial / DIGESTS).write_text(json.dumps({"sha256": digests}, indent=1) + "\n")
+    write_digests(partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 

@@ -26,11 +26,14 @@ LISTED_ROWS = 20
 """Bad rows that a refusal lists."""
 
 
-def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Dataset, Path | None]:
+def check_inputs(
+    config: GrpoConfig, reward: Reward | None, *, graded: bool = True
+) -> tuple[Path, Dataset, Path | None]:
     """Check model folder, data, reward and checkpoint, cheapest first, and return what the run starts from.
 
     Args:
         reward: a reward of the user's own; None builds the one that `config.reward.name` names.
+        graded: whether completions are rewarded at all; otherwise answers are not looked at.
 
     Returns:
         the model folder, the tokenized dataset, and the checkpoint to resume from, if any.
@@ -38,7 +41,8 @@ def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
     Raises:
         RefusedInput: what cannot work, before any process is started.
     """
-    if reward is None:
+    graded = graded and reward is None
+    if graded:
         build_reward(config.reward.name)
     resume: Path | None = None
     if config.resume == "auto":
@@ -60,9 +64,9 @@ def check_inputs(config: GrpoConfig, reward: Reward | None) -> tuple[Path, Datas
             f"model={config.model.name} needs a local folder: download {config.model.hub_id} from the Hugging Face Hub "
             "and give model.path=FOLDER"
         )
-    compares = reward is None and config.reward.name in ("math", "exact", "code")
+    compares = graded and config.reward.name in ("math", "exact", "code")
     rows = load_rows(config.data, seed=config.seed, answer_required=compares)
-    if reward is None and (problem_of := GRADABLE.get(config.reward.name)) is not None:
+    if graded and (problem_of := GRADABLE.get(config.reward.name)) is not None:
         rows = _gradable(rows, problem_of, name=config.reward.name, skip=config.data.skip_bad_rows)
     model = Path(config.model.path) if config.model.path is not None else fetch(config.model.name)
     if config.model.path is None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,13 +44,14 @@ __all__ = [
     "host",
     "names_the_dead",
     "spawn",
-    "watch_faults",
 ]
 
 try:
     from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 except ImportError:  # moved between Monarch versions
     from monarch.actor import SupervisionError
+
+log = logging.getLogger(__name__)
 
 _MALLOPT = {
     "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
@@ -128,8 +131,10 @@ def names_the_dead(name: str, doing: str) -> Iterator[None]:
 def host() -> Any:
     """The host mesh of this machine.
 
-    Monarch's runtime starts here and announces its own log file on the terminal; that one line is let go.
+    Monarch's runtime starts here and announces its own log file on the terminal; that one line is let go. It would end
+    the controller when a process dies: whoever calls the part is told instead, and says which it was.
     """
+    _monarch.unhandled_fault_hook = lambda failure: log.info("%s", failure)
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -168,15 +173,6 @@ async def spawn(
     return Part(name=name, procs=procs, actor=procs.spawn(slug, actor, *args), pids=pids)
 
 
-def watch_faults(on_fault: Callable[[str], Awaitable[None] | None]) -> None:
-    """Hand failures that no call is waiting for to `on_fault` instead of ending the controller."""
-
-    def hook(failure: Any) -> None:
-        on_fault(str(failure))
-
-    _monarch.unhandled_fault_hook = hook
-
-
 class _Pid(Actor):
     """Tells its process id, so that the controller can be sure a process is gone."""
 
@@ -197,6 +193,7 @@ class _Bootstrap:
 
     def __call__(self) -> None:
         os.environ.update(self.env)
+        tempfile.tempdir = None  # chosen before TMPDIR was known
         if self.gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus_of(current_rank().rank, self.count, self.gpus)
         # Parts share the machine's cores: a thread that waits at a barrier must not spin on one.

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import ModelFolderError
-from forge.files import check_regular, read_json
+from forge.files import check_regular, path_problem, read_json
+from forge.jsonl import write_atomic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,7 @@ SINGLE = "model.safetensors"
 DIGESTS = "forge_digests.json"
 """In folders that Forge wrote: {"sha256": digest of every other file of the folder by name}."""
 REPORTS = ("parity.json", "layers.json", "layers.md", "layers.png")
-"""Files that describe a folder; they are added after it is complete and have no digest."""
+"""Files that describe a folder, and are not copied with its model."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -109,6 +110,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_digests(folder: Path) -> None:
+    """Write the digest of every file of a folder into it."""
+    found = {f.name: sha256(f) for f in sorted(folder.iterdir()) if f.name != DIGESTS}
+    write_atomic(folder / DIGESTS, json.dumps({"sha256": found}, indent=1) + "\n")
+
+
 def check_digests(folder: Path) -> int:
     """Compare every file of a folder that Forge wrote with its digest.
 
@@ -118,10 +125,15 @@ def check_digests(folder: Path) -> int:
     Raises:
         ModelFolderError: files that are missing, damaged, or have no digest.
     """
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise ModelFolderError(f"{folder} {found}: give a folder that Forge exported quantized")
     path = folder / DIGESTS
     try:
         listed: dict[str, str] = read_json(path)["sha256"]
         if not listed or not all(isinstance(value, str) for value in listed.values()):
+            raise ValueError
+        if any(path_problem(name) or "/" in name or name in ("", ".", "..") for name in listed):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelFolderError(f"{folder}: {DIGESTS} is missing or damaged, so nothing can be compared") from None
@@ -131,7 +143,7 @@ def check_digests(folder: Path) -> int:
         for n, value in listed.items()
         if (folder / n).is_file() and sha256(folder / n) != value
     ]
-    known = {*listed, DIGESTS, *REPORTS}
+    known = {*listed, DIGESTS}
     problems += [
         f"{folder}: {f.name} was not written with the others" for f in sorted(folder.iterdir()) if f.name not in known
     ]

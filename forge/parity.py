@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
-import json
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge.errors import ModelFolderError, PartFailed
 from forge.files import read_json
+from forge.jsonl import strict, to_json
+from forge.model_folder import write_digests
 
 PARITY = "parity.json"
 MAX_GAP = 0.02
@@ -50,7 +54,7 @@ def parity_record(
     """
     found = gap(exported, served)
     return {
-        "ok": found["mean"] <= bound,
+        "ok": math.isfinite(found["mean"]) and found["mean"] <= bound,
         "bound": bound,
         "exported_vs_served": found,
         "exported_vs_unquantized": gap(exported, unquantized),
@@ -70,12 +74,14 @@ def other_kernels_bound(served: Logprobs, unquantized: Logprobs) -> float:
 
 
 def write_parity(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write parity.json, and fail the export that is over its bound.
+    """Write parity.json and the digests of all files, and fail the export that is over its bound.
 
     Raises:
-        PartFailed: exported and served policy differ by more than the bound; the folder and the record stay.
+        PartFailed: exported and served policy differ by more than the bound, or are not finite; the folder and the
+            record stay.
     """
-    (folder / PARITY).write_text(json.dumps(record, indent=1, allow_nan=True) + "\n")
+    (folder / PARITY).write_text(to_json(strict(record)[0], indent=1) + "\n")
+    write_digests(folder)
     if not record["ok"]:
         found = record["exported_vs_served"]
         raise PartFailed(
@@ -83,6 +89,20 @@ def write_parity(folder: Path, record: Mapping[str, Any]) -> None:
             f"{folder} is not what was served: log-probs differ by {found['mean']:.4f} on average (at most "
             f"{record['bound']} is allowed), {found['max']:.4f} at most; see {PARITY} in it",
         )
+
+
+@contextlib.contextmanager
+def unproven(target: Path) -> Iterator[Path]:
+    """Where an export is written until it is proven; then it takes the target's place. What fails keeps this name."""
+    place = target.with_name(target.name + ".unproven")
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        yield place
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    shutil.rmtree(target, ignore_errors=True)
+    place.rename(target)
 
 
 def read_parity(folder: Path) -> dict[str, Any]:
@@ -93,10 +113,13 @@ def read_parity(folder: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = read_json(folder / PARITY)
-        if not record["pinned"]:
+        if not record["pinned"] or type(record["tokens"]) is not int:
             raise ValueError
         for row in record["pinned"]:
-            if len(row["token_ids"]) != len(row["logprobs"]) + 1:
+            ids, logprobs = row["token_ids"], row["logprobs"]
+            if len(ids) != len(logprobs) + 1 or not all(type(i) is int and i >= 0 for i in ids):
+                raise ValueError
+            if not all(isinstance(x, float) for x in logprobs):
                 raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
         raise ModelFolderError(

@@ -98,6 +98,11 @@ class CalibrationConfig:
             yield f"calibration.every must be 0 (only at the start) or more steps, got {self.every}"
         if self.min_rows > self.samples:
             yield f"calibration.min_rows={self.min_rows} is more than calibration.samples={self.samples}"
+        if self.min_rows > self.batch_size * self.iterations:
+            yield (
+                f"calibration.min_rows={self.min_rows} is more than the rows of all passes, calibration.batch_size="
+                f"{self.batch_size} x calibration.iterations={self.iterations}"
+            )
         for name in ("max_zero_point_shift", "outlier_std", "max_outlier_growth", "max_mean_error", "max_kl"):
             if not getattr(self, name) > 0:
                 yield f"calibration.{name} must be above 0, got {getattr(self, name)}"

@@ -488,6 +488,21 @@ class GrpoConfig:
                     f"trainer.ranks={self.trainer.ranks} is more than the {episodes} episodes of a step: "
                     f"legal values are 1 to {episodes}"
                 )
+        if self.quant.qat.enabled and self.quant.qat.start_step >= self.steps:
+            yield (
+                f"quant.qat.start_step={self.quant.qat.start_step} never comes: the run has steps={self.steps}, "
+                "numbered from 0"
+            )
+        if self.quant.scheme != "none" and self.calibration.min_tokens >= self.model.max_len:
+            yield (
+                f"calibration.min_tokens={self.calibration.min_tokens} refuses every row: none is longer than "
+                f"model.max_len={self.model.max_len}"
+            )
+        if self.quant.scheme == "int8_static" and self.calibration.prompts < self.calibration.min_rows:
+            yield (
+                f"calibration.prompts={self.calibration.prompts} is less than calibration.min_rows="
+                f"{self.calibration.min_rows}, and the first scales are made from those prompts alone"
+            )
         if self.trainer.warmup_steps > self.steps:
             yield f"trainer.warmup_steps={self.trainer.warmup_steps} is more than steps={self.steps}"
         if not self.stall_timeout_s > 0:

@@ -18,7 +18,7 @@ from forge.actors.base import ForgeActor
 from forge.digest import digest
 from forge.engine_titan import leaves_a_rank_empty
 from forge.errors import ForgeError, PartDied
-from forge.mesh import concurrent_endpoint, current_rank, spawn, watch_faults
+from forge.mesh import concurrent_endpoint, current_rank, spawn
 from forge.segments import Segment
 from forge.types import Manifest, TensorSpec
 
@@ -134,7 +134,6 @@ def segments() -> int:
 
 
 async def main(ranks: int, shared: bool) -> dict[str, Any]:
-    watch_faults(lambda _: None)  # the store is killed further down
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         writer = await spawn("writer", Writer, ranks, str(logs / "rendezvous"), count=ranks, log_dir=logs)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -208,7 +210,11 @@ def test_a_forced_accuracy_drop_rolls_back_and_switches_to_qat(tmp_path: Path) -
         (("model=tiny", "scheme=int8_static", "--format", "torchao"), "int8_static cannot be written as torchao"),
         (("model=tiny", "scheme=int8_dynamic", "--target", "/proc/x"), "--target /proc/x cannot be written"),
         (("model=tiny", "scheme=int8_dynamic", "data=empty.jsonl"), "empty.jsonl holds no rows"),
-        (("model=tiny", "scheme=x86_static", "--target", "quant_rewards"), "quant_rewards.pt2 exists"),
+        (("model=tiny", "scheme=x86_static", "--target", "quant_rewards.pt2"), "quant_rewards.pt2 exists"),
+        (("model=tiny", "scheme=x86_static", "--target", "x86"), "a file whose name ends in .pt2"),
+        (("model=tiny", "scheme=x86_static", "--rollouts", "group_size=64"), "knows no --rollouts, group_size"),
+        (("model=tiny", "scheme=int8_dynamic", "--target", ""), "--target must name a folder"),
+        (("--run", "nowhere", "model=tiny"), "that run's own model: leave model out"),
         (("model=tiny", "scheme=int8_static", "calibration.min_rows=9", "samples=8"), "min_rows=9 is more than"),
     ],
 )
@@ -231,7 +237,43 @@ def test_pt2e_and_torchao_exports_from_the_command(forge: Callable[..., Any], tm
     assert config["quantization_config"]["quant_method"] == "torchao"
     parity = json.loads((tmp_path / "ao/parity.json").read_text())
     assert parity["exported_vs_served"]["mean"] < parity["exported_vs_unquantized"]["mean"] / 3
-    done = forge("quantize", "model=tiny", "scheme=x86_static", "data.rows=40", "samples=8", "--target", "x86")
+    assert not (tmp_path / "ao.unproven").exists()
+    done = forge("quantize", "model=tiny", "scheme=x86_static", "data.rows=40", "samples=8", "--target", "x86.pt2")
     assert done.status == 0, done.out
     assert "quantized 28 of 29 linears" in done.out
     assert (tmp_path / "x86.pt2").stat().st_size > 10_000
+
+
+def test_three_short_rows_without_gradable_answers_calibrate_and_prove_and_a_dead_engine_is_named(
+    forge: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {i}+1?", "answer": "who knows"} for i in range(3)]
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    short = ("model=tiny", "scheme=int8_static", "data=three.jsonl", "samples=3", "calibration.min_rows=3")
+    done = forge("quantize", *short, "--target", "short")
+    assert done.status == 0, done.out
+    assert forge("verify", "short").status == 0
+    for name in ("parity.json", "layers.json"):
+        content = (tmp_path / "short" / name).read_text()
+        (tmp_path / "short" / name).write_text(content.replace("0.", "1.", 1))
+        damaged = forge("verify", "short", "--files-only")
+        assert damaged.status == 2
+        assert f"{name} is damaged" in damaged.out
+        (tmp_path / "short" / name).write_text(content)
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "forge.apps", "verify", "short"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not psutil.Process(process.pid).children(recursive=True):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1)
+        psutil.Process(process.pid).children(recursive=True)[-1].kill()
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, out
+    assert "stock vllm: its process died" in out
