@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from forge.bench import Claim, alternate, claim
 from forge.benchmarks.workload import RUNS
 from forge.config import AsyncConfig, GrpoConfig
+from forge.files import scratch_folder
 from forge.loop import GrpoLoop
 from forge.runfolder import RunFolder
 from forge.service import GeneratorPool
@@ -33,8 +32,8 @@ async def run(config: GrpoConfig) -> list[Claim]:
     async def cost(replicas: int) -> float:
         """Seconds an episode."""
         pool = GeneratorPool([FakeRollouts() for _ in range(replicas)], respawn=_nobody_dies, max_restarts=0)
-        with tempfile.TemporaryDirectory(prefix="forge-") as scratch:
-            folder = RunFolder.create(Path(scratch), "bench", "controller")
+        with scratch_folder() as scratch:
+            folder = RunFolder.create(scratch, "bench", "controller")
             loop = GrpoLoop(
                 own,
                 prompts=FakePrompts(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from forge.bench import Claim, claim
 from forge.config import GrpoConfig, QuantConfig
 from forge.engine_vllm import prepare_environment
 from forge.errors import ConfigError
+from forge.files import scratch_folder
 from forge.inputs import check_inputs
 from forge.mesh import spawn
 from forge.parity import gap as mean_gap
@@ -38,14 +38,14 @@ async def run(config: GrpoConfig) -> list[Claim]:
         return [s[len(p) - 1 :] for s, p in zip(scores, prompts, strict=True)]
 
     async with contextlib.AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+        scratch = stack.enter_context(scratch_folder())
 
         async def sample(own: GrpoConfig, model: Path, *version: Any) -> tuple[list[Any], list[tuple[float, ...]]]:
             """Rows of token ids, and the log-probs that their completions were sampled with."""
             sys.stderr.write(
                 f"sampling {len(prompts)} completions of {tokens} tokens: quant.scheme={own.quant.scheme}\n"
             )
-            env = prepare_environment(own)
+            env = prepare_environment(own, scratch)
             part = await spawn(f"generator {own.quant.scheme}", Generator, own, model, "", 0, log_dir=scratch, env=env)
             stack.push_async_callback(part.stop)
             await part.call("setup")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from forge.bench import Claim, alternate, claim
 from forge.benchmarks.workload import RUNS, made_up_requests, model_folder
 from forge.config import GrpoConfig
 from forge.engine_vllm import expected_tensors, prepare_environment
+from forge.files import scratch_folder
 from forge.mesh import spawn
 from forge.quant import Quantization
 from forge.quant.pack import num_bytes, quantized_specs
@@ -30,11 +30,11 @@ async def run(config: GrpoConfig) -> list[Claim]:
     requests = made_up_requests(config)
     claims: list[Claim] = []
     async with contextlib.AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs = stack.enter_context(scratch_folder())
 
         async def start(scheme: str) -> Any:
             own = replace(config, quant=replace(config.quant, scheme=scheme))
-            env = prepare_environment(own)
+            env = prepare_environment(own, logs)
             part = await spawn(f"generator {scheme}", Generator, own, folder, "", 0, log_dir=logs, env=env)
             stack.push_async_callback(part.stop)
             await part.call("setup")

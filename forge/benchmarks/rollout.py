@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
-from pathlib import Path
 
 from forge.actors.generator import Generator
 from forge.actors.peers import PlainVllm
@@ -13,15 +11,16 @@ from forge.bench import Claim, alternate, claim
 from forge.benchmarks.workload import RUNS, made_up_requests, model_folder
 from forge.config import GrpoConfig
 from forge.engine_vllm import prepare_environment
+from forge.files import scratch_folder
 from forge.mesh import spawn
 
 
 async def run(config: GrpoConfig) -> list[Claim]:
     """Tokens a second of both."""
     folder = model_folder(config)
-    env = prepare_environment(config)
     async with contextlib.AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs = stack.enter_context(scratch_folder())
+        env = prepare_environment(config, logs)
         ours = await spawn("generator 0", Generator, config, folder, "", 0, log_dir=logs, env=env)
         stack.push_async_callback(ours.stop)
         peer = await spawn("plain vllm", PlainVllm, config, folder, log_dir=logs, env=env)

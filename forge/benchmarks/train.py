@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from forge.actors.peers import PlainHuggingFace
 from forge.actors.trainer import Trainer
 from forge.bench import Claim, alternate, claim
 from forge.benchmarks.workload import RUNS, made_up_groups, model_folder
 from forge.config import GrpoConfig
+from forge.files import scratch_folder
 from forge.mesh import spawn
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 37, 16
@@ -28,7 +27,7 @@ async def run(config: GrpoConfig) -> list[Claim]:
     groups = made_up_groups(config, prompt_tokens=PROMPT_TOKENS, completion_tokens=COMPLETION_TOKENS)
     claims: list[Claim] = []
     async with contextlib.AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+        scratch = stack.enter_context(scratch_folder())
         rendezvous = str(scratch / "rendezvous")
         ours = await spawn("trainer", Trainer, config, folder, "", rendezvous, log_dir=scratch)
         stack.push_async_callback(ours.stop)

@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from forge.actors.base import ForgeActor
 from forge.actors.generator import Generator
@@ -23,6 +21,7 @@ from forge.bench import Claim, alternate, claim
 from forge.benchmarks.workload import RUNS, made_up_requests, model_folder
 from forge.config import GrpoConfig
 from forge.engine_vllm import prepare_environment
+from forge.files import scratch_folder
 from forge.mesh import spawn
 from forge.types import Manifest
 from forge.weights import WeightStore
@@ -36,7 +35,7 @@ async def run(config: GrpoConfig) -> list[Claim]:
     config = replace(config, trainer=replace(config.trainer, ranks=RANKS))
     folder = model_folder(config)
     async with contextlib.AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-")))
+        scratch = stack.enter_context(scratch_folder())
         store = WeightStore(STORE, shared=True)
         stack.callback(store.close)
         volume = await spawn("weight store", ForgeActor, log_dir=scratch)
@@ -84,7 +83,7 @@ async def run(config: GrpoConfig) -> list[Claim]:
             claims.append(claim(f"weights: {size}, digests checked, over {name}", ours, theirs, "s"))
         await reader.stop()
 
-        env = prepare_environment(config)
+        env = prepare_environment(config, scratch)
         generator = await spawn("generator 0", Generator, config, folder, STORE, 0, log_dir=scratch, env=env)
         stack.push_async_callback(generator.stop)
         await generator.call("setup")
